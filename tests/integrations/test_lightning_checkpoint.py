@@ -1,0 +1,161 @@
+"""Lightning checkpoints written under ZeroStrategy: one plain file that any strategy loads.
+
+Oracle: the uninterrupted run. A run that is saved after one epoch and resumed must end with the same bits,
+whichever strategies wrote and read the file (2 ranks, so the order of additions is DDP's). Tolerance 0
+throughout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+
+import zero_strategy as zs
+from tests.harness import distributed, expect_error, subtest
+from tests.integrations.lightning_support import (
+    TinyModule,
+    assert_same_weights,
+    fit,
+    loader,
+    make_trainer,
+    whole_weights,
+    zero,
+)
+
+
+def ddp() -> Any:
+    return DDPStrategy(find_unused_parameters=True)
+
+
+def fit_and_save(strategy: Any, folder: Path, **keywords: Any) -> Path:
+    """Train one epoch under ModelCheckpoint and return the file."""
+    callback = ModelCheckpoint(dirpath=folder, filename="epoch", save_top_k=1, monitor="val_loss")
+    settings = {"max_epochs": 1, "callbacks": [callback], "enable_checkpointing": True, **keywords}
+    outcome = fit(strategy, **settings)
+    assert outcome.trainer.checkpoint_callback.best_model_path == str(folder / "epoch.ckpt")
+    return folder / "epoch.ckpt"
+
+
+@distributed(world_size=2, timeout=120)
+def test_resumed_equals_uninterrupted_across_strategies(tmp_path: Path) -> None:
+    with subtest("uninterrupted"):
+        expected = fit(ddp(), max_epochs=3)
+    chains: dict[str, list[Any]] = {
+        "1": [zero(1), zero(1), zero(1)],
+        "3": [zero(3), zero(3), zero(3)],
+        "ddp-3-ddp": [ddp(), zero(3), ddp()],
+        "2-ddp-3": [zero(2), ddp(), zero(3)],
+        "3-1-2, other buckets": [
+            zero(3, reduce_bucket_size=100),
+            zero(1),
+            zero(2, reduce_bucket_size=10_000),
+        ],
+    }
+    for name, strategies in chains.items():
+        with subtest(name):
+            path = None
+            for epoch, strategy in enumerate(strategies, 1):
+                trainer = make_trainer(strategy, max_epochs=epoch)
+                module = TinyModule()
+                trainer.fit(module, loader(), loader(2), ckpt_path=path)
+                path = str(tmp_path / name / f"{epoch}.ckpt")
+                trainer.save_checkpoint(path)
+            assert_same_weights(whole_weights(trainer), expected.weights)
+            assert trainer.global_step == expected.trainer.global_step
+            lrs = [group["lr"] for group in trainer.optimizers[0].param_groups]
+            assert lrs == [group["lr"] for group in expected.trainer.optimizers[0].param_groups]
+
+
+@distributed(world_size=2)
+def test_bf16_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    with subtest("uninterrupted"):
+        expected = fit(zero(2), precision="bf16-true")
+    for stage in (1, 3):
+        with subtest(f"stage {stage}"):
+            path = fit_and_save(zero(stage), tmp_path / str(stage), precision="bf16-true")
+            found = fit(zero(stage), precision="bf16-true", ckpt_path=path)
+            assert_same_weights(found.weights, expected.weights)
+
+
+@distributed(world_size=2)
+def test_file_is_what_ddp_writes(tmp_path: Path) -> None:
+    files = {}
+    for name, strategy in {"ddp": ddp(), "1": zero(1), "3": zero(3)}.items():
+        with subtest(name):
+            path = fit_and_save(strategy, tmp_path / name)
+            files[name] = torch.load(path, weights_only=True)
+            found, expected = files[name], files["ddp"]
+            assert found.keys() == expected.keys()
+            assert (
+                list(found["state_dict"]) == list(expected["state_dict"]) == list(TinyModule().state_dict())
+            )
+            for key, value in expected["state_dict"].items():
+                assert torch.equal(found["state_dict"][key], value), key
+            ours, theirs = found["optimizer_states"][0], expected["optimizer_states"][0]
+            assert ours["param_groups"] == theirs["param_groups"]
+            assert ours["state"].keys() == theirs["state"].keys()
+            for index, entry in theirs["state"].items():
+                for key, value in entry.items():
+                    assert torch.equal(ours["state"][index][key], value), (index, key)
+            # Whole tensors only: none drags a larger buffer into the file.
+            assert path.stat().st_size < 1.2 * (tmp_path / "ddp" / "epoch.ckpt").stat().st_size
+
+
+@distributed(world_size=2)
+def test_plain_lightning_loads_the_file(tmp_path: Path) -> None:
+    with subtest("load_from_checkpoint"):
+        path = fit_and_save(zero(3), tmp_path)
+        module = TinyModule.load_from_checkpoint(path)
+        with subtest("and ZeroStrategy evaluates it as DDP does"):
+            results = []
+            for strategy in (ddp(), zero(3)):
+                trainer = make_trainer(strategy)
+                results.append(trainer.test(TinyModule(), loader(2), ckpt_path=path, verbose=False))
+            results.append(make_trainer(ddp()).test(module, loader(2), verbose=False))
+            assert results[0] == results[1] == results[2]
+
+
+class Renamed(TinyModule):
+    """Edits weights on their way in, and lacks a key."""
+
+    strict_loading = False
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"]["head.bias"] = torch.full((1,), 5.0)
+        checkpoint["state_dict"]["unknown"] = torch.zeros(2)
+
+
+class Strict(Renamed):
+    strict_loading = True
+
+
+@distributed(world_size=2)
+def test_on_load_checkpoint_edits_count(tmp_path: Path) -> None:
+    with subtest("edit"):
+        path = fit_and_save(zero(3), tmp_path)
+        trainer = make_trainer(zero(3))
+        trainer.validate(Renamed(), loader(1), ckpt_path=path, verbose=False)
+        weights = whole_weights(trainer)
+        assert dist.get_rank() != 0 or weights["head.bias"].item() == 5.0
+    with subtest("strict"), expect_error(RuntimeError, "unknown"):
+        make_trainer(zero(3)).validate(Strict(), loader(1), ckpt_path=path, verbose=False)
+
+
+@distributed(world_size=2)
+def test_engine_is_usable_after_fit() -> None:
+    for stage in (1, 3):
+        with subtest(f"stage {stage}"):
+            outcome = fit(zero(stage), max_epochs=1)
+            engine = outcome.trainer.strategy.engine
+            assert isinstance(engine, zs.ZeroEngine) and engine.model is outcome.module
+            assert_same_weights(whole_weights(outcome.trainer), outcome.weights)
+            with engine.unsharded_params():
+                whole = {name: p.detach().clone() for name, p in outcome.module.named_parameters()}
+            if dist.get_rank() == 0:
+                assert all(torch.equal(value, outcome.weights[name]) for name, value in whole.items())
+            assert engine.ledger.comm["reduce_scatter"]["bytes_sent"] > 0

@@ -1,0 +1,76 @@
+"""Small models that are awkward on purpose, and the training loops that tests compare.
+
+Shapes are odd, one parameter is tied, one frozen, one unused, one module is used twice; see STYLE 18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+VOCAB, WIDTH = 11, 15
+
+
+class Block(nn.Module):
+    """A residual block with odd shapes, a frozen scale, and an inner module that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 7)
+        self.down = nn.Linear(7, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.tanh(self.up(self.norm(x)))) * self.scale
+        return x + 0.5 * self.down(torch.tanh(self.up(x)))
+
+
+class Awkward(nn.Module):
+    """Embedding and head tied, two equal blocks and a shared one used twice, a parameter nobody uses."""
+
+    def __init__(self, recompute: str | None = None, depth: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.unused = nn.Parameter(torch.randn(7, 15))
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("bias_table", torch.randn(3))
+        self.recompute = recompute
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.shared(self.embed(tokens))
+        for block in self.blocks:
+            if self.recompute is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
+        x = self.shared(x) + self.bias_table.sum()
+        return self.head(x)
+
+
+def param_groups(model: nn.Module, lr: float = 1e-2) -> list[dict[str, Any]]:
+    """Two groups, as most recipes have: matrices decay, vectors do not."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0, "lr": lr / 2},
+    ]
+
+
+def batches(num: int, rank: int, size: int = 3) -> list[tuple[Tensor, Tensor]]:
+    """Seeded token batches of one rank."""
+    generator = torch.Generator().manual_seed(42 + rank)
+    draw: Callable[[], Tensor] = lambda: torch.randint(0, VOCAB, (size, 5), generator=generator)  # noqa: E731
+    return [(draw(), draw()) for _ in range(num)]
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy."""
+    return nn.functional.cross_entropy(logits.float().reshape(-1, VOCAB), targets.reshape(-1))

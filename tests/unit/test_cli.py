@@ -1,0 +1,171 @@
+"""The command line: what it prints, what it returns, and that a mistake is explained without a traceback.
+
+Oracles: the checkpoint that the test wrote, and the library functions the commands call. Tolerance: none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.synthetic_checkpoint import Description, save, small_state
+from zero_strategy.cli import main, parse_size_bytes
+from zero_strategy.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    description = Description(
+        dtypes={"block.weight": "bfloat16"},
+        frozen=frozenset({"block.bias"}),
+        aliases={"block.weight": ("head.weight",)},
+        buffers=frozenset({"mask"}),
+    )
+    state = small_state() | {"block.weight": torch.randn(7, 15)}
+    save(tmp_path / "checkpoint", state, 3, description)
+    return tmp_path / "checkpoint"
+
+
+def test_inspect_shows_parameters_optimizers_and_files(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(checkpoint)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in lines if line}
+    assert "3 ranks at stage 3" in rows["saved"]
+    # 105 + 15 + 1 + 0 + 11, of which the bias is frozen
+    assert "5 with 132 elements, 117 of them trainable" in rows["parameters"]
+    assert rows["block.weight"].split() == [
+        "block.weight", "7x15", "bfloat16", "tied:", "head.weight;", "stored", "as", "float32",
+    ]  # fmt: skip
+    assert rows["block.bias"].endswith("frozen")
+    assert rows["mask"].endswith("buffer")
+    assert "optimizer 0: AdamW" in lines
+    assert any("4 parameters; lr=0.0001" in line for line in lines)
+    assert sum(line.startswith("rank-0000") for line in lines) == 3
+
+
+def test_inspect_lists_a_screenful_unless_all_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, {f"layer{i}.weight": torch.zeros(2) for i in range(60)}, 2)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "... and 20 more parameters (--all shows them)" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path), "--all"]) == 0
+    assert "layer59.weight" in capsys.readouterr().out
+
+
+def test_inspect_json_is_one_json_object(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(checkpoint), "--json", "--verify"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["world_size"] == 3
+    # 105 * 4 + 15 * 2 + 4 + 0 + 13 + 11 * 8
+    assert document["bytes_by_kind"]["model"] == 555
+    assert document["optimizers"][0]["groups"] == [{"lr": 1e-4, "params": 4}]
+    assert document["damage"] == []
+
+
+def test_verify_names_every_damaged_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(checkpoint), "--verify"]) == 0
+    assert "every stored byte is as it was written" in capsys.readouterr().out
+    damaged = []
+    for path in checkpoint.glob("rank-*"):
+        content = bytearray(path.read_bytes())
+        if content[-1:] != b"}" and b"data_offsets" in content:
+            content[-1] ^= 0x80
+            path.write_bytes(content)
+            damaged.append(path.name)
+    assert len(damaged) >= 2
+    assert main(["inspect", str(checkpoint)]) == 0  # the headers are as they were
+    assert main(["inspect", str(checkpoint), "--verify"]) == 2
+    captured = capsys.readouterr()
+    assert all(f"error: {name}" in captured.err for name in damaged)
+    assert "every stored byte" not in captured.out
+
+
+def test_consolidate_writes_the_folder_and_reports_it(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = ["consolidate", str(checkpoint), str(out), "--dtype", "fp32", "--max-shard-size", "450B"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "wrote 6 tensors" in printed
+    assert "head.weight = block.weight" in printed
+    assert "no config.json" in printed
+    files = sorted(out.glob("model-*.safetensors"))
+    assert len(files) == 2 and all(path.name in printed for path in files)
+    assert load_file(files[0])["block.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["inspect", "nowhere"], ["nowhere does not exist", "why: ", "fix: "]),
+        (["consolidate", "nowhere", "out"], ["nowhere does not exist", "why: ", "fix: "]),
+        (["consolidate", "CKPT", "out", "--dtype", "int8"], ["'int8' is not a dtype", "fix: Use bf16"]),
+        (["consolidate", "CKPT", "out", "--max-shard-size", "5 apples"], ["'5 apples' is not a size"]),
+        (["consolidate", "CKPT", "out", "--strip-prefix", "x."], ["'x.'", "block.weight"]),
+        (["consolidate", "CKPT", "CKPT"], ["holds a checkpoint"]),
+    ],
+)
+def test_a_mistake_is_explained_on_stderr_with_exit_code_2(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: list[str]
+) -> None:
+    arguments = [str(checkpoint) if argument == "CKPT" else argument for argument in arguments]
+    before = {path: path.read_bytes() for path in checkpoint.iterdir()}
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert all(text in captured.err for text in expected), captured.err
+    assert "Traceback" not in captured.err
+    assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("5GB", 5 * 10**9), ("512MiB", 2**29), ("1.5 kb", 1500), ("7", 7), ("2tib", 2**41)],
+)
+def test_sizes_are_read_with_their_units(text: str, num_bytes: int) -> None:
+    assert parse_size_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "0", "-1GB", "1e9", "5GX", "0.1B"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_size_bytes(text)
+    assert repr(text) in caught.value.what
+
+
+def test_help_names_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("consolidate", "inspect"):
+        with pytest.raises(SystemExit) as caught:
+            main([command, "--help"])
+        assert caught.value.code == 0
+        assert f"zero-strategy {command} runs/step-1000" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    listed = capsys.readouterr().out
+    assert "consolidate" in listed and "inspect" in listed
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+
+
+def test_the_module_runs_as_a_command_and_stands_a_closed_pipe(checkpoint: Path) -> None:
+    command = f"{sys.executable} -m zero_strategy inspect --all {checkpoint} | head -n 1"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment, check=True)
+    assert result.stdout.startswith("checkpoint ")
+    assert result.stderr == ""

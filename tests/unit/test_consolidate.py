@@ -1,0 +1,306 @@
+"""Consolidation writes what plain transformers and safetensors load, and never more or less than asked.
+
+Oracles: the model that was saved, loaded again with `from_pretrained` or safetensors' `load_model`; its
+weights in the model's dtype. Tolerance: none, a conversion from the fp32 master rounds as `Tensor.to` does.
+Memory: the peak resident size of a process, which may grow by three chunks of 64 MiB while it writes a
+model of 384 MiB.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch import Tensor, nn
+
+from tests.synthetic_checkpoint import Description, same_bits, save, small_state
+from zero_strategy.checkpoint.consolidate import MARKER_NAME, ConsolidateOptions, consolidate
+from zero_strategy.checkpoint.hf import hf_record
+from zero_strategy.errors import CheckpointError
+
+transformers = pytest.importorskip("transformers")
+
+
+class Wrapper(nn.Module):
+    """A training module around a Hugging Face model, with a head of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.value_head = nn.Linear(16, 1)
+
+
+def tiny_llama(*, tied: bool) -> nn.Module:
+    torch.manual_seed(42)
+    config = transformers.LlamaConfig(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def save_model(folder: Path, model: nn.Module, *, world_size: int = 3, model_dtype: str = "bfloat16") -> None:
+    """Save a model's fp32 weights as masters of parameters of `model_dtype`."""
+    state = {name: param.detach() for name, param in model.named_parameters()}
+    owners = {id(param): name for name, param in model.named_parameters()}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        owner = owners[id(param)]
+        if name != owner:
+            aliases[owner] = (*aliases.get(owner, ()), name)
+    persistent = {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
+    description = Description(
+        dtypes=dict.fromkeys(state, model_dtype),
+        aliases=aliases,
+        buffers=frozenset(persistent),
+        hf=hf_record(model),
+    )
+    save(folder, state | persistent, world_size, description)
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        weights |= load_file(path)
+    return weights
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("max_shard_size_bytes", [5 * 10**9, 3000])
+def test_plain_from_pretrained_loads_the_very_weights(
+    tmp_path: Path, tied: bool, max_shard_size_bytes: int
+) -> None:
+    model = tiny_llama(tied=tied)
+    save_model(tmp_path / "checkpoint", model)
+    options = ConsolidateOptions(max_shard_size_bytes=max_shard_size_bytes)
+    report = consolidate(tmp_path / "checkpoint", tmp_path / "out", options)
+    if max_shard_size_bytes == 3000:
+        assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == report.num_bytes
+        assert set(index["weight_map"]) == set(weights_of(tmp_path / "out"))
+    else:
+        assert names_in(tmp_path / "out") == {
+            "model.safetensors",
+            "config.json",
+            "generation_config.json",
+            MARKER_NAME,
+        }
+    assert report.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    expected = model.state_dict()
+    assert set(loaded.state_dict()) == set(expected)
+    for name, tensor in loaded.state_dict().items():
+        assert same_bits(tensor, expected[name].to(torch.bfloat16)), name
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+
+
+def test_weights_tied_by_hand_against_the_config_are_written_under_every_name(tmp_path: Path) -> None:
+    model = tiny_llama(tied=False)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    save_model(tmp_path / "checkpoint", model)
+    report = consolidate(tmp_path / "checkpoint", tmp_path / "out")
+    assert report.tied == {}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert same_bits(loaded.lm_head.weight.detach(), model.lm_head.weight.detach().bfloat16())
+
+
+def test_the_prefix_of_the_hugging_face_model_is_stripped_and_the_rest_left_out(tmp_path: Path) -> None:
+    wrapper = Wrapper(tiny_llama(tied=True))
+    save_model(tmp_path / "checkpoint", wrapper, model_dtype="float32")
+    report = consolidate(tmp_path / "checkpoint", tmp_path / "out")
+    assert report.left_out == ("value_head.weight", "value_head.bias")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, wrapper.model(tokens).logits)
+    everything = consolidate(tmp_path / "checkpoint", tmp_path / "all", ConsolidateOptions(strip_prefix=""))
+    assert everything.left_out == ()
+    assert "value_head.bias" in weights_of(tmp_path / "all")
+    head = ConsolidateOptions(strip_prefix="value_head.")
+    consolidate(tmp_path / "checkpoint", tmp_path / "head", head)
+    assert set(weights_of(tmp_path / "head")) == {"weight", "bias"}
+    with pytest.raises(CheckpointError, match="'student.'.*names are: model.model.embed") as caught:
+        consolidate(tmp_path / "checkpoint", tmp_path / "none", ConsolidateOptions(strip_prefix="student."))
+    assert "strip-prefix" in caught.value.fix
+    assert not (tmp_path / "none").exists()
+
+
+def test_of_two_hugging_face_models_the_one_that_trains_counts() -> None:
+    teacher, student = tiny_llama(tied=True).requires_grad_(False), tiny_llama(tied=True)
+    record = hf_record(nn.ModuleDict({"teacher": teacher, "student": student}))
+    assert record is not None and record.prefix == "student."
+    assert hf_record(nn.Linear(2, 2)) is None
+
+
+def test_a_model_without_hugging_face_config_loads_with_safetensors_load_model(tmp_path: Path) -> None:
+    def build(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Embedding(7, 15), nn.BatchNorm1d(15), nn.Linear(15, 7, bias=False))
+        model[2].weight = model[0].weight
+        return model
+
+    model = build(1)
+    save_model(tmp_path / "checkpoint", model, model_dtype="float32")
+    report = consolidate(tmp_path / "checkpoint", tmp_path / "out")
+    assert report.tied == {"2.weight": "0.weight"}
+    assert names_in(tmp_path / "out") == {"model.safetensors", MARKER_NAME}
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "2.weight": "0.weight"}
+    loaded = build(2)
+    missing, unexpected = load_model(loaded, tmp_path / "out" / "model.safetensors")
+    assert not missing and not unexpected
+    for name, tensor in loaded.state_dict().items():
+        assert same_bits(tensor, model.state_dict()[name]), name
+
+
+def test_dtype_converts_floating_parameters_and_leaves_buffers(tmp_path: Path) -> None:
+    state = small_state()
+    state["block.weight"] = torch.randn(7, 15)
+    save(tmp_path / "checkpoint", state, 3, Description(buffers=frozenset({"step", "mask"})))
+    consolidate(tmp_path / "checkpoint", tmp_path / "out", ConsolidateOptions(dtype=torch.float16))
+    for name, tensor in weights_of(tmp_path / "out").items():
+        converts = name in ("block.weight", "block.bias", "empty")
+        assert same_bits(tensor, state[name].half() if converts else state[name]), name
+
+
+def test_the_config_says_the_dtype_that_was_written(tmp_path: Path) -> None:
+    save_model(tmp_path / "checkpoint", tiny_llama(tied=True))
+    for dtype, name in ((None, "bfloat16"), (torch.float16, "float16"), (torch.float32, "float32")):
+        consolidate(tmp_path / "checkpoint", tmp_path / "out", ConsolidateOptions(dtype=dtype))
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert config.get("dtype", config.get("torch_dtype")) == name
+        assert config["hidden_size"] == 16
+
+
+def test_values_that_float16_cannot_hold_are_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint", {"w": torch.tensor([1.0, 7e4, float("inf")])}, 1)
+    with pytest.raises(CheckpointError) as caught:
+        consolidate(tmp_path / "checkpoint", tmp_path / "out", ConsolidateOptions(dtype=torch.float16))
+    assert "1 elements of 'w'" in caught.value.what
+    assert "bf16" in caught.value.fix
+    assert names_in(tmp_path) == {"checkpoint"}
+
+
+def test_trainable_only_writes_no_frozen_parameter_and_no_buffer(tmp_path: Path) -> None:
+    description = Description(frozen=frozenset({"block.bias", "empty"}), buffers=frozenset({"mask"}))
+    save(tmp_path / "checkpoint", small_state(), 3, description)
+    consolidate(tmp_path / "checkpoint", tmp_path / "out", ConsolidateOptions(trainable_only=True))
+    assert set(weights_of(tmp_path / "out")) == {"block.weight", "step", "counter"}
+    save(tmp_path / "frozen", {"w": torch.zeros(2)}, 1, Description(frozen=frozenset({"w"})))
+    with pytest.raises(CheckpointError, match="trainable"):
+        consolidate(tmp_path / "frozen", tmp_path / "none", ConsolidateOptions(trainable_only=True))
+
+
+def test_side_files_are_copied_and_weights_and_stale_configs_are_not(tmp_path: Path) -> None:
+    save_model(tmp_path / "checkpoint", tiny_llama(tied=True))
+    source = tmp_path / "source"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    (source / "additional_chat_templates" / "tool.jinja").write_text("{{ tools }}")
+    kept = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "modeling_x.py"]
+    weights = ["model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "w.gguf", ".hidden"]
+    for name in [*kept, *weights]:
+        (source / name).write_text("source")
+    (source / "config.json").write_text('{"model_type": "gpt2"}')
+    consolidate(tmp_path / "checkpoint", tmp_path / "out", ConsolidateOptions(hf_files=source))
+    expected = {*kept, "additional_chat_templates", "config.json", "generation_config.json", MARKER_NAME}
+    assert names_in(tmp_path / "out") == expected | {"model.safetensors"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool.jinja").read_text() == "{{ tools }}"
+    for wrong in ("nowhere", "checkpoint/manifest.json"):
+        with pytest.raises(CheckpointError, match=wrong):
+            options = ConsolidateOptions(hf_files=tmp_path / wrong)
+            consolidate(tmp_path / "checkpoint", tmp_path / "none", options)
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_config_of_hf_files_serves_where_the_checkpoint_has_none(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint", {"w": torch.zeros(2)}, 1)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text('{"model_type": "gpt2", "torch_dtype": "float16"}')
+    consolidate(tmp_path / "checkpoint", tmp_path / "out", ConsolidateOptions(hf_files=tmp_path / "source"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {"model_type": "gpt2", "torch_dtype": "float32"}
+
+
+def test_an_earlier_output_is_replaced_without_stale_shards_and_keeps_what_the_user_added(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    save(tmp_path / "checkpoint", {"a": torch.zeros(100), "b": torch.zeros(100)}, 2)
+    consolidate(tmp_path / "checkpoint", out, ConsolidateOptions(max_shard_size_bytes=400))
+    assert "model-00002-of-00002.safetensors" in names_in(out)
+    (out / "README.md").write_text("mine")
+    save(tmp_path / "checkpoint", {"a": torch.ones(100), "b": torch.ones(100)}, 2)
+    consolidate(tmp_path / "checkpoint", out)
+    assert names_in(out) == {"model.safetensors", MARKER_NAME, "README.md"}
+    assert torch.equal(weights_of(out)["b"], torch.ones(100))
+    assert names_in(tmp_path) == {"checkpoint", "out"}
+
+
+def test_a_folder_with_other_files_is_refused_unless_forced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    save(tmp_path / "checkpoint", {"a": torch.ones(3)}, 2)
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"thesis\.txt") as caught:
+        consolidate(tmp_path / "checkpoint", out)
+    assert "--force" in caught.value.fix
+    assert names_in(out) == {"thesis.txt"}
+    consolidate(tmp_path / "checkpoint", out, ConsolidateOptions(force=True))
+    assert names_in(out) == {"thesis.txt", "model.safetensors", MARKER_NAME}
+    with pytest.raises(CheckpointError, match="holds a checkpoint"):
+        consolidate(tmp_path / "checkpoint", tmp_path / "checkpoint", ConsolidateOptions(force=True))
+    with pytest.raises(CheckpointError, match="is a file"):
+        consolidate(tmp_path / "checkpoint", out / "thesis.txt", ConsolidateOptions(force=True))
+
+
+def test_a_damaged_checkpoint_leaves_no_output_and_an_earlier_one_untouched(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint", {"a": torch.ones(100), "b": torch.ones(100)}, 2)
+    consolidate(tmp_path / "checkpoint", tmp_path / "earlier")
+    path = next((tmp_path / "checkpoint").glob("rank-00001-*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "earlier").iterdir()}
+    for out in ("earlier", "new"):
+        with pytest.raises(CheckpointError, match=path.name):
+            consolidate(tmp_path / "checkpoint", tmp_path / out)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "earlier").iterdir()} == before
+    assert names_in(tmp_path) == {"checkpoint", "earlier"}
+
+
+def test_memory_stays_at_a_few_chunks_whatever_the_size_of_a_tensor(tmp_path: Path) -> None:
+    numel = 96 * 2**20  # 384 MiB in fp32, one tensor
+    save(tmp_path / "checkpoint", {"w": torch.zeros(numel)}, 3, Description(dtypes={"w": "bfloat16"}))
+    script = f"""
+import resource
+from zero_strategy.checkpoint.consolidate import consolidate
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+report = consolidate({str(tmp_path / "checkpoint")!r}, {str(tmp_path / "out")!r})
+print(report.num_bytes, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+    output = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    num_bytes, grown_bytes = map(int, output.split())
+    assert num_bytes == 2 * numel
+    # The chunk as read, 64 MiB; converted to bf16, 32 MiB; the rest is room for the allocator.
+    assert grown_bytes < 192 * 2**20, grown_bytes

@@ -1,0 +1,282 @@
+"""Which parameters share a bucket, and what the stage means for each.
+
+Besides `config.py` the only file that reads the number `stage`: here it turns into three booleans per bucket, and nobody
+after this asks for it again. Called once by the engine, on the whole model; it moves no data.
+
+[Note: Units]
+At stage 3 a *unit* is what is unsharded together: the outermost repeated block of the model (siblings of one class, or
+the members of a `ModuleList`), which is a decoder layer in a transformer and a layer in an MLP, without the user
+naming it. What is in no unit belongs to the root and stays whole from the root's forward to the end of its backward.
+A parameter that two units share belongs to the root. A module that routes tokens among experts is one unit with all
+of them: which experts run depends on a rank's data, and ranks must gather the same things in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.config import ZeroConfig
+from zero_strategy.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BucketPolicy:
+    """What is sharded of a bucket; the stages are the cumulative choices (ZeRO, arXiv:1910.02054, section 5).
+
+    Attributes:
+        shard_optim: Master weights and optimizer state (P_os): stages 1-3.
+        shard_grads: Gradients, reduced and freed as they come (P_g): stages 2-3.
+        shard_params: The parameters themselves (P_p): stage 3.
+    """
+
+    shard_optim: bool
+    shard_grads: bool
+    shard_params: bool
+
+
+_POLICY_OF_STAGE = {
+    0: BucketPolicy(False, False, False),
+    1: BucketPolicy(True, False, False),
+    2: BucketPolicy(True, True, False),
+    3: BucketPolicy(True, True, True),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class BucketPlan:
+    """The parameters of one bucket, before anything is moved.
+
+    Attributes:
+        name: For messages and profiles, such as `model.layers.3` or `root#2`.
+        fqns: First name of each parameter.
+        params: The parameters themselves, in the order of `fqns`.
+        policy: What is sharded.
+        trainable: Whether they get gradients; never mixed in a bucket.
+        dtype: Their dtype once sharded; never mixed in a bucket.
+        modules: The modules whose forward needs the bucket whole; the first is the unit itself (stage 3).
+        is_root: Whether the bucket stays whole until the backward has ended.
+    """
+
+    name: str
+    fqns: tuple[str, ...]
+    params: tuple[nn.Parameter, ...]
+    policy: BucketPolicy
+    trainable: bool
+    dtype: torch.dtype
+    modules: tuple[nn.Module, ...]
+    is_root: bool
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Parameters that may share a bucket agree in all of these."""
+
+    unit: nn.Module
+    trainable: bool
+    dtype: torch.dtype
+    policy: BucketPolicy
+
+
+def plan_buckets(model: nn.Module, config: ZeroConfig) -> list[BucketPlan]:
+    """Divide a model's parameters into buckets.
+
+    Args:
+        model: Any module, whole; tied parameters count once.
+        config: Resolved config; `reduce_bucket_size` bounds a bucket (a larger parameter has one of its own).
+
+    Returns:
+        The buckets in the order of their first parameter's registration. Every parameter is in exactly one.
+    """
+    zero = config.zero_optimization
+    whole_policy = _POLICY_OF_STAGE[min(config.stage, 2)]
+    policy = _POLICY_OF_STAGE[config.stage]
+    units = find_units(model, config) if policy.shard_params else {}
+    owners = _owners(model)
+    groups: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
+    for fqn, param in model.named_parameters():
+        persistent = param.numel() < zero.stage3_param_persistence_threshold
+        kept_whole = not policy.shard_params or persistent
+        homes = {units.get(owner, model) for owner in owners[param]}
+        kind = _Kind(
+            unit=model if kept_whole or len(homes) > 1 else homes.pop(),
+            trainable=param.requires_grad,
+            dtype=_dtype_once_sharded(param.dtype, config),
+            policy=whole_policy if kept_whole else policy,
+        )
+        groups.setdefault(kind, []).append((fqn, param))
+
+    names = {module: name for name, module in model.named_modules()}
+    plans = []
+    for kind, members in groups.items():
+        for number, chunk in enumerate(_pack(members, int(zero.reduce_bucket_size))):
+            users = _users(model, kind.unit, chunk, owners) if kind.policy.shard_params else ()
+            plans.append(
+                BucketPlan(
+                    name=_bucket_name(names[kind.unit], kind, number),
+                    fqns=tuple(fqn for fqn, _ in chunk),
+                    params=tuple(param for _, param in chunk),
+                    policy=kind.policy,
+                    trainable=kind.trainable,
+                    dtype=kind.dtype,
+                    modules=users,
+                    is_root=kind.unit is model,
+                )
+            )
+    position = {fqn: index for index, (fqn, _) in enumerate(model.named_parameters())}
+    return sorted(plans, key=lambda plan: position[plan.fqns[0]])
+
+
+def find_units(model: nn.Module, config: ZeroConfig) -> dict[nn.Module, nn.Module]:
+    """Find the outermost repeated blocks. See [Note: Units].
+
+    Returns:
+        For every module inside a unit, the unit; modules of the root are absent.
+    """
+    units: dict[nn.Module, nn.Module] = {}
+    if not _is_leaf(model, "", config):
+        for unit in _descend(model, config):
+            for module in unit.modules():
+                units.setdefault(module, unit)
+    return units
+
+
+def check_model(model: nn.Module) -> ConfigError | None:
+    """Return why a model cannot be sharded, or None."""
+    devices = {param.device for param in model.parameters()}
+    meta = [fqn for fqn, param in model.named_parameters() if param.is_meta]
+    if meta:
+        return ConfigError(
+            what=f"{len(meta)} parameters are on the meta device, the first is {meta[0]!r}.",
+            why="A meta parameter has a shape but no values, so there is nothing to shard.",
+            fix="Build the model on the CPU, or materialise it first: model.to_empty(device='cpu') and load or "
+            "initialise its weights.",
+        )
+    if len(devices) > 1:
+        return ConfigError(
+            what=f"The parameters are on {len(devices)} devices: {sorted(map(str, devices))}.",
+            why="The flat buffer of a bucket lives on one device.",
+            fix="Move the model to one device before sharding it; do not load it with device_map.",
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return ConfigError(
+                what=f"The embedding {name!r} was built with sparse=True.",
+                why="A sparse gradient cannot be reduced into a flat buffer.",
+                fix="Build it with sparse=False.",
+            )
+    return _check_parameters(model)
+
+
+# -- helpers --
+
+
+def _check_parameters(model: nn.Module) -> ConfigError | None:
+    spans: list[tuple[int, int, str]] = []
+    for fqn, param in model.named_parameters():
+        # A parameter that is itself a distributed tensor has no plain storage to flatten.
+        if type(param.data) is not Tensor:
+            return ConfigError(
+                what=f"Parameter {fqn!r} holds a {type(param.data).__name__}, not a plain tensor.",
+                why="Its values do not lie in one plain storage that could be flattened and sharded.",
+                fix="Shard the model before it is distributed or quantised by another library.",
+            )
+        if param.numel():
+            start = param.data_ptr()
+            spans.append((start, start + param.untyped_storage().nbytes() - _offset_bytes(param), fqn))
+    spans.sort()
+    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
+        if start < end and _overlaps(model, first, second):
+            return ConfigError(
+                what=f"Parameters {first!r} and {second!r} are two Parameters that share one storage.",
+                why="Sharding moves each into its own place, and the link between them would be lost without a word.",
+                fix=f"Tie them by assigning the Parameter itself, so that both names are one object: "
+                f"`module.weight = other.weight` ({second!r} = {first!r}).",
+            )
+    return None
+
+
+def _overlaps(model: nn.Module, first: str, second: str) -> bool:
+    one, other = model.get_parameter(first), model.get_parameter(second)
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    return one.data_ptr() + one.numel() * one.element_size() > other.data_ptr()
+
+
+def _offset_bytes(tensor: Tensor) -> int:
+    return tensor.storage_offset() * tensor.element_size()
+
+
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """Return, for every parameter, the modules that hold it directly."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for _, param in module.named_parameters(recurse=False):
+            owners.setdefault(param, []).append(module)
+    return owners
+
+
+def _descend(module: nn.Module, config: ZeroConfig, prefix: str = "") -> Iterator[nn.Module]:
+    children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    classes = Counter(type(child) for _, child in children)
+    for name, child in children:
+        fqn = f"{prefix}{name}"
+        is_member = isinstance(module, nn.ModuleList) or classes[type(child)] > 1
+        is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if (is_member and not is_container) or _is_leaf(child, fqn, config):
+            yield child
+        else:
+            yield from _descend(child, config, f"{fqn}.")
+
+
+def _is_leaf(module: nn.Module, fqn: str, config: ZeroConfig) -> bool:
+    """Tell whether a module is one unit with all that is below it, because the user or its experts say so."""
+    routes = any("expert" in name.lower() for name, _ in module.named_children())
+    return routes or (fqn != "" and config.is_leaf(type(module), fqn))
+
+
+def _dtype_once_sharded(dtype: torch.dtype, config: ZeroConfig) -> torch.dtype:
+    return torch.bfloat16 if config.bf16.enabled and dtype == torch.float32 else dtype
+
+
+def _users(
+    model: nn.Module,
+    unit: nn.Module,
+    members: list[tuple[str, nn.Parameter]],
+    owners: dict[nn.Parameter, list[nn.Module]],
+) -> tuple[nn.Module, ...]:
+    """Return the modules whose call needs the bucket whole: the unit, and whatever owns its parameters directly.
+
+    The owners are there so that any of them can be called on its own (`model.block.attention(x)`). For the root, the
+    containers between it and the units count too, so that calling a backbone keeps the root whole across its blocks.
+    """
+    users = dict.fromkeys([unit])
+    for _, param in members:
+        users.update(dict.fromkeys(owners[param]))
+    if unit is model:
+        inside = {id(param) for _, param in members}
+        for module in model.modules():
+            if any(id(param) in inside for param in module.parameters()):
+                users[module] = None
+    return tuple(users)
+
+
+def _pack(members: list[tuple[str, nn.Parameter]], limit_numel: int) -> list[list[tuple[str, nn.Parameter]]]:
+    chunks: list[list[tuple[str, nn.Parameter]]] = [[]]
+    filled = 0
+    for fqn, param in members:
+        if chunks[-1] and filled + param.numel() > limit_numel:
+            chunks.append([])
+            filled = 0
+        chunks[-1].append((fqn, param))
+        filled += param.numel()
+    return chunks
+
+
+def _bucket_name(unit: str, kind: _Kind, number: int) -> str:
+    marks = "" if kind.trainable else ".frozen"
+    return f"{unit or 'root'}{marks}.{str(kind.dtype).removeprefix('torch.')}#{number}"

@@ -1,0 +1,41 @@
+"""Flat storage: allocation, views of parameters in it, and letting go of it without losing the tensor.
+
+Invariant: buffers are made with inference mode off. A parameter pointed at a tensor made inside `torch.inference_mode()`
+would become an inference tensor, and the next training step would raise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zero_strategy.layout import BucketLayout
+
+
+def empty_flat(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialised 1-D tensor, [numel]."""
+    with torch.inference_mode(False):
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+def views_of(flat: Tensor, layout: BucketLayout) -> list[Tensor]:
+    """Return every parameter's part of a flat buffer, in its own shape.
+
+    Shapes:
+        flat [padded_numel] -> one view of `param.shape` each
+    """
+    with torch.inference_mode(False):
+        return [flat[p.start : p.start + p.numel].view(p.shape) for p in layout.params]
+
+
+def free_storage(flat: Tensor) -> None:
+    """Give the memory back and keep the tensor: views that autograd saved become valid again after `restore_storage`.
+
+    Nothing may read the tensor in between: torch does not check, and the process dies.
+    """
+    flat.untyped_storage().resize_(0)
+
+
+def restore_storage(flat: Tensor) -> None:
+    """Allocate the memory of a freed tensor again, uninitialised."""
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())

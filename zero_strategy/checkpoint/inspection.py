@@ -1,0 +1,143 @@
+"""What a checkpoint folder holds, as numbers and as a table; a check of every stored byte.
+
+Called by the command line. It reads the manifest and, to verify, the data; it changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pydantic import JsonValue
+from tqdm import tqdm
+
+from zero_strategy.checkpoint.format import CheckpointReader, Manifest, TensorEntry, model_tensor_name
+from zero_strategy.errors import CheckpointError
+
+
+class OptimizerSummary(NamedTuple):
+    """One optimizer of a checkpoint."""
+
+    class_name: str
+    groups: list[dict[str, JsonValue]]  # hyper-parameters, and "params" as a count
+
+
+class CheckpointSummary(NamedTuple):
+    """What `inspect` shows, in bytes and elements."""
+
+    checkpoint_id: str
+    created: str
+    world_size: int
+    stage: int
+    num_params: int
+    param_numel: int
+    trainable_numel: int
+    bytes_by_kind: dict[str, int]  # "model", "optim", "extra"
+    file_bytes: dict[str, int]
+    optimizers: list[OptimizerSummary]
+
+
+def summarize(manifest: Manifest) -> CheckpointSummary:
+    """Count what a manifest describes. Tied parameters count once."""
+    bytes_by_kind = {"model": 0, "optim": 0, "extra": 0}
+    for name, entry in manifest.tensors.items():
+        kind = name.split("/", 1)[0]
+        stored_numel = sum(piece.numel for piece in entry.pieces)
+        bytes_by_kind[kind] = bytes_by_kind.get(kind, 0) + stored_numel * entry.torch_dtype.itemsize
+    optimizers = []
+    for optimizer in manifest.optimizers:
+        groups = [dict(group) for group in optimizer.param_groups]
+        for group in groups:
+            fqns = group.get("params")
+            group["params"] = len(fqns) if isinstance(fqns, list) else 0
+        optimizers.append(OptimizerSummary(optimizer.class_name, groups))
+    return CheckpointSummary(
+        checkpoint_id=manifest.checkpoint_id,
+        created=manifest.created,
+        world_size=manifest.world_size,
+        stage=manifest.stage,
+        num_params=len(manifest.params),
+        param_numel=sum(param.numel for param in manifest.params.values()),
+        trainable_numel=sum(param.numel for param in manifest.params.values() if param.trainable),
+        bytes_by_kind=bytes_by_kind,
+        file_bytes={name: record.num_bytes for name, record in manifest.files.items()},
+        optimizers=optimizers,
+    )
+
+
+def find_damage(reader: CheckpointReader) -> list[CheckpointError]:
+    """Read every stored byte and compare checksums; return one error for each damaged piece."""
+    errors: list[CheckpointError] = []
+    pieces = [(entry, piece) for entry in reader.manifest.tensors.values() for piece in entry.pieces]
+    pieces.sort(key=lambda item: (item[1].file, item[1].key, item[1].file_start))  # file after file
+    total_bytes = sum(_piece_bytes(entry, piece.numel) for entry, piece in pieces)
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="verify", disable=None) as progress:
+        for entry, piece in pieces:
+            try:
+                reader.verify_piece(entry, piece)
+            except CheckpointError as error:
+                errors.append(error)
+            progress.update(_piece_bytes(entry, piece.numel))
+    return errors
+
+
+def render(manifest: Manifest, *, max_params: int | None = None) -> str:
+    """Lay a checkpoint out as text for a terminal; `max_params` cuts the list of parameters."""
+    summary = summarize(manifest)
+    kinds = ", ".join(f"{kind} {_size(num)}" for kind, num in summary.bytes_by_kind.items() if num)
+    lines = [
+        f"checkpoint   {summary.checkpoint_id}, saved {summary.created}",
+        f"saved by     {_plural(summary.world_size, 'rank')} at stage {summary.stage} (loads at any other)",
+        f"parameters   {summary.num_params} with {summary.param_numel:,} elements, "
+        f"{summary.trainable_numel:,} of them trainable",
+        f"stored       {kinds or 'nothing'}",
+        f"model type   {manifest.hf.config.get('model_type') if manifest.hf else 'no Hugging Face config'}",
+        "",
+        *_param_lines(manifest, max_params),
+    ]
+    for index, optimizer in enumerate(summary.optimizers):
+        lines += ["", f"optimizer {index}: {optimizer.class_name}"]
+        for number, group in enumerate(optimizer.groups):
+            settings = ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
+            lines.append(f"  group {number}: {group['params']} parameters; {settings}")
+    lines += ["", f"{'file':<58} {'size':>12}"]
+    lines += [f"{name:<58} {_size(num_bytes):>12}" for name, num_bytes in summary.file_bytes.items()]
+    return "\n".join(lines)
+
+
+def _param_lines(manifest: Manifest, max_params: int | None) -> list[str]:
+    rows: list[tuple[str, str, str, str]] = [("name", "shape", "dtype", "note")]
+    for fqn, param in manifest.params.items():
+        notes = [] if param.trainable else ["frozen"]
+        notes += [f"tied: {', '.join(param.aliases)}"] if param.aliases else []
+        stored = manifest.tensors[model_tensor_name(fqn)].dtype
+        notes += [f"stored as {stored}"] if stored != param.dtype else []
+        rows.append((fqn, "x".join(map(str, param.shape)) or "scalar", param.dtype, "; ".join(notes)))
+    num_hidden = 0 if max_params is None else max(0, len(rows) - 1 - max_params)
+    rows = rows[: len(rows) - num_hidden]
+    for fqn, buffer in manifest.buffers.items():
+        shape = "x".join(map(str, buffer.shape)) or "scalar"
+        rows.append((fqn, shape, buffer.dtype, "buffer"))
+    width = [max(len(row[column]) for row in rows) for column in range(3)]
+    hidden = [f"... and {num_hidden} more parameters (--all shows them)"] if num_hidden else []
+    lines = [
+        f"{fqn:<{width[0]}}  {shape:<{width[1]}}  {dtype:<{width[2]}}  {note}"
+        for fqn, shape, dtype, note in rows
+    ]
+    return [line.rstrip() for line in lines] + hidden
+
+
+def _piece_bytes(entry: TensorEntry, numel: int) -> int:
+    return numel * entry.torch_dtype.itemsize
+
+
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")

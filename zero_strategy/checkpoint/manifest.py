@@ -1,0 +1,366 @@
+"""The index of a checkpoint folder: which element run of which tensor lies in which file.
+
+Owns the schema of `manifest.json`, its checks, and the commit: the atomic rename that turns a set of
+written rank files into the checkpoint. Called by `format`, `save_load`, `consolidate` and the command line.
+It reads no tensor data and does not know what a stage or a shard is.
+
+[Note: Commit by rename]
+A folder holds one checkpoint and is updated in place. Every save draws a new random `checkpoint_id`; the
+ranks write files that carry it in their names, beside those of the previous save. Only when all of them are
+on the disk does one rank rename a complete manifest over the old one. A crash before the rename leaves the
+old checkpoint whole, a crash after it leaves the new one whole, and what either left over is deleted by the
+next commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import (
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+)
+
+from zero_strategy.checkpoint.elements import MAX_COUNT
+from zero_strategy.checkpoint.records import (
+    FORMAT,
+    BufferRecord,
+    FileName,
+    FileRecord,
+    HFRecord,
+    OptimizerRecord,
+    ParamRecord,
+    Piece,
+    Record,
+    TensorEntry,
+    TypedRecord,
+    model_tensor_name,
+)
+from zero_strategy.checkpoint.safetensors_io import SafetensorsFile
+from zero_strategy.errors import CheckpointError
+
+MANIFEST_NAME = "manifest.json"
+VERSION: Final = 1
+
+_OWN_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}-[0-9a-f]{16}\.safetensors|manifest\.json\.[0-9a-f]{16}\.tmp")
+
+
+class Manifest(Record):
+    """The content of `manifest.json`. Build one and `write()` it; `read()` gives only whole ones."""
+
+    format: Literal["zero_strategy"] = FORMAT
+    version: Literal[1] = VERSION
+    checkpoint_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+    world_size: Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]
+    stage: Annotated[int, Field(strict=True, ge=0, le=3)]
+    created: str = Field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    files: dict[FileName, FileRecord]
+    params: dict[str, ParamRecord]
+    buffers: dict[str, BufferRecord] = Field(default_factory=dict)
+    tensors: dict[str, TensorEntry]
+    optimizers: tuple[OptimizerRecord, ...] = ()
+    extra: JsonValue = None  # see `extra.encode_extra`
+    hf: HFRecord | None = None
+
+    @field_validator("tensors", mode="before")
+    @classmethod
+    def _name_entries(cls, tensors: object) -> object:
+        if not isinstance(tensors, Mapping):
+            return tensors
+        return {k: {**v, "name": k} if isinstance(v, dict) else v for k, v in tensors.items()}
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str], *, check_files: bool = True) -> Manifest:
+        """Read and check the manifest of a checkpoint folder.
+
+        Args:
+            folder: The checkpoint.
+            check_files: Also check every file's presence, size, id and contents table (not its data). One
+            rank
+                suffices where all ranks see one file system.
+
+        Raises:
+            CheckpointError: The folder is missing, incomplete, foreign, from a newer version, or damaged.
+        """
+        path = Path(folder)
+        manifest = _parse(path, _load_json(path))
+        _check_references(path, manifest)
+        if check_files:
+            manifest.check_files(path)
+        return manifest
+
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        """Commit the checkpoint, then delete what earlier saves left. See [Note: Commit by rename].
+
+        All ranks must have written their files and said so before one rank calls this, and must not begin
+        another save into the folder before it returns.
+
+        Raises:
+            CheckpointError: A file is missing or has another size than declared (often: the folder is not
+            on a
+                file system all ranks share), a tensor is not covered, or the disk refuses.
+        """
+        path = Path(folder)
+        _check_references(path, self)
+        self.check_files(path)
+        text = to_readable_json(self.model_dump(by_alias=True))
+        temporary = path / f"{MANIFEST_NAME}.{self.checkpoint_id}.tmp"
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:  # plain open: permissions as the umask says
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            sync_folder(path)  # the rank files' names must be on the disk before the manifest that needs them
+            os.replace(temporary, path / MANIFEST_NAME)
+            sync_folder(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise CheckpointError(
+                what=f"{path / MANIFEST_NAME} could not be written: {error.strerror or error}.",
+                why="Without it the new files are no checkpoint. One that was there before still is.",
+                fix="Check free space, quota and permissions of the folder, then save again.",
+            ) from error
+        self._remove_superseded(path)
+
+    def check_files(self, folder: str | os.PathLike[str]) -> None:
+        """Check presence, size, id and header of every file, and that every piece lies inside its file.
+
+        Raises:
+            CheckpointError: Naming the first file that does not fit.
+        """
+        path = Path(folder)
+        pieces_of: dict[str, list[tuple[TensorEntry, Piece]]] = {name: [] for name in self.files}
+        for entry in self.tensors.values():
+            for piece in entry.pieces:
+                pieces_of[piece.file].append((entry, piece))
+        for name, pieces in pieces_of.items():
+            file = self.open_file(path, name)
+            try:
+                for entry, piece in pieces:
+                    check_piece(file, entry, piece)
+            finally:
+                file.close()
+
+    def open_file(self, folder: Path, name: str) -> SafetensorsFile:
+        """Open one of the checkpoint's files after checking that it is the one that was saved.
+
+        Raises:
+            CheckpointError: The file is missing, of another size, or from another save.
+        """
+        path = folder / name
+        if path.is_symlink() and path.resolve().parent != folder.resolve():
+            raise _wrong_file(path, f"it is a link to {path.resolve()}, outside the folder")
+        if not path.is_file():
+            others = sorted(entry.name for entry in folder.iterdir())
+            raise _wrong_file(path, f"it is missing; the folder holds {_some(others)}")
+        expected_bytes = self.files[name].num_bytes
+        if path.stat().st_size != expected_bytes:
+            raise _wrong_file(
+                path, f"it has {path.stat().st_size} bytes and was written with {expected_bytes}"
+            )
+        file = SafetensorsFile(path)
+        found_id = file.metadata.get("checkpoint_id")
+        if found_id != self.checkpoint_id:
+            file.close()
+            raise _wrong_file(path, f"it is from save {found_id!r}, the manifest from {self.checkpoint_id!r}")
+        return file
+
+    def _remove_superseded(self, folder: Path) -> None:
+        for path in folder.iterdir():
+            if path.name not in self.files and _OWN_FILE.fullmatch(path.name):
+                with contextlib.suppress(OSError):  # the checkpoint is complete; the next save tries again
+                    path.unlink(missing_ok=True)
+
+
+# -- text --
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk, so that a rename survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def to_readable_json(value: object, indent: str = "") -> str:
+    """Write JSON as a person would: what fits into one line stays on one line."""
+    if isinstance(value, dict):
+        items = [f"{json.dumps(k)}: {to_readable_json(v, indent + '  ')}" for k, v in value.items()]
+        opening, closing = "{", "}"
+    elif isinstance(value, list | tuple):
+        items = [to_readable_json(v, indent + "  ") for v in value]
+        opening, closing = "[", "]"
+    else:
+        return json.dumps(value)
+    inline = ", ".join(items)
+    if "\n" not in inline and len(indent) + len(inline) <= 200:
+        return opening + inline + closing
+    inner = f",\n{indent}  ".join(items)
+    return f"{opening}\n{indent}  {inner}\n{indent}{closing}"
+
+
+# -- checks --
+
+
+def _load_json(folder: Path) -> object:
+    if not folder.is_dir():
+        kind = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise CheckpointError(
+            what=f"The checkpoint {folder} {kind}.",
+            why=f"A checkpoint is a folder with a {MANIFEST_NAME} and one safetensors file per rank.",
+            fix="Pass the folder given to save_checkpoint().",
+        )
+    path = folder / MANIFEST_NAME
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise _incomplete(folder) from None
+    except OSError as error:
+        raise _bad_manifest(folder, f"it cannot be read ({error.strerror or error})") from error
+    except (ValueError, RecursionError) as error:
+        raise _bad_manifest(folder, f"it is not JSON ({error})") from error
+
+
+def _parse(folder: Path, document: object) -> Manifest:
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise _bad_manifest(folder, f'it does not say "format": "{FORMAT}", so another program wrote it')
+    version = document.get("version")
+    if type(version) is int and version > VERSION:
+        raise CheckpointError(
+            what=f"{folder / MANIFEST_NAME} has schema version {version}.",
+            why=f"This version of zero_strategy reads version {VERSION}.",
+            fix="Upgrade zero_strategy: pip install --upgrade zero-strategy.",
+        )
+    try:
+        return Manifest.model_validate(document)
+    except ValidationError as error:
+        problems = [
+            f"{'/'.join(map(str, problem['loc']))}: {problem['msg']}, found {str(problem['input'])[:80]!r}"
+            for problem in error.errors(include_url=False)
+        ]
+        raise _bad_manifest(folder, "; ".join(problems[:3]) + _more(len(problems) - 3)) from error
+
+
+def _check_references(folder: Path, manifest: Manifest) -> None:
+    """Check what one field says about another."""
+    for entry in manifest.tensors.values():
+        if entry.numel > MAX_COUNT:
+            raise _bad_manifest(
+                folder, f"tensor {entry.name!r} of shape {list(entry.shape)} has too many elements"
+            )
+        for piece in entry.pieces:
+            if piece.file not in manifest.files:
+                raise _bad_manifest(
+                    folder, f"tensor {entry.name!r} refers to {piece.file!r}, which is not listed"
+                )
+            if piece.stop > entry.numel:
+                raise _bad_manifest(
+                    folder,
+                    f"a piece of {entry.name!r} covers elements {piece.start} to {piece.stop}, "
+                    f"and the tensor has {entry.numel}",
+                )
+        _check_covered(entry, folder)
+    records: Iterable[tuple[str, TypedRecord]] = [*manifest.params.items(), *manifest.buffers.items()]
+    for fqn, record in records:
+        stored = manifest.tensors.get(model_tensor_name(fqn))
+        if stored is None or stored.shape != record.shape:
+            found = "no tensor" if stored is None else f"a tensor of shape {list(stored.shape)}"
+            raise _bad_manifest(
+                folder, f"{fqn!r} has shape {list(record.shape)}, and there is {found} for it"
+            )
+    for index, optimizer in enumerate(manifest.optimizers):
+        for group in optimizer.param_groups:
+            fqns = group.get("params")
+            if not isinstance(fqns, list) or not all(fqn in manifest.params for fqn in fqns):
+                raise _bad_manifest(
+                    folder, f"optimizer {index} lists parameters that the model does not have"
+                )
+
+
+def _check_covered(entry: TensorEntry, folder: Path) -> None:
+    """Check that the pieces of a tensor leave no element out.
+
+    Raises:
+        CheckpointError: Naming the tensor and the first missing range.
+    """
+    covered = 0
+    for piece in sorted(entry.pieces, key=lambda piece: piece.start):
+        if piece.start > covered:
+            break
+        covered = max(covered, piece.stop)
+    else:
+        if covered == entry.numel:
+            return
+    following = min((piece.start for piece in entry.pieces if piece.start > covered), default=entry.numel)
+    raise _bad_manifest(folder, f"no file holds elements {covered} to {following} of {entry.name!r}")
+
+
+def check_piece(file: SafetensorsFile, entry: TensorEntry, piece: Piece) -> None:
+    """Check that a file holds a piece: key, dtype and range.
+
+    Raises:
+        CheckpointError: Naming the file and the key.
+    """
+    stored = file.tensors.get(piece.key)
+    if stored is None:
+        raise _wrong_file(file.path, f"it has no tensor {piece.key!r}")
+    if stored.dtype != entry.torch_dtype or piece.file_start + piece.numel > stored.numel:
+        raise _wrong_file(
+            file.path,
+            f"{piece.key!r} holds {stored.numel} elements of {stored.dtype}, the manifest expects elements "
+            f"{piece.file_start} to {piece.file_start + piece.numel} of {entry.torch_dtype}",
+        )
+
+
+# -- errors --
+
+
+def _incomplete(folder: Path) -> CheckpointError:
+    names = sorted(path.name for path in folder.iterdir())
+    inner = sorted(path.parent for path in folder.glob(f"*/{MANIFEST_NAME}"))
+    fix = "Load an earlier checkpoint, or save again."
+    if len(inner) == 1:
+        fix = f"Did you mean {inner[0]}? That folder has one."
+    elif inner:
+        fix = f"Pass one of the folders inside that have one: {_some([path.name for path in inner])}."
+    return CheckpointError(
+        what=f"The checkpoint {folder} is incomplete: it has no {MANIFEST_NAME}.",
+        why=f"The manifest is written last, so a save that was cut off leaves none. Found: {_some(names)}.",
+        fix=fix,
+    )
+
+
+def _bad_manifest(folder: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        what=f"{folder / MANIFEST_NAME} is not a valid checkpoint manifest.",
+        why=f"Checked on reading: {why}.",
+        fix="Use another copy of the folder, or an earlier checkpoint. Nothing on disk was changed.",
+    )
+
+
+def _wrong_file(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        what=f"{path.name} in {path.parent} is not the file the checkpoint was saved with.",
+        why=f"Checked against {MANIFEST_NAME}: {why}.",
+        fix="Copy the whole folder again from where it was saved; all ranks must save to one file system.",
+    )
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    return (", ".join(names[:limit]) or "nothing") + _more(len(names) - limit)
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""

@@ -1,0 +1,357 @@
+"""A checkpoint of a running engine: every rank writes what it owns, and reads the ranges it needs.
+
+Nothing is gathered in either direction. Every rank stores its range of every parameter, buffer shards included, as named
+runs of elements; loading asks `CheckpointReader` for the runs that this rank owns now, whatever the world size, stage or
+bucket size was that wrote them. Called by the engine; the format is `format`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.bucket import Bucket
+from zero_strategy.checkpoint.format import (
+    BufferRecord,
+    CheckpointReader,
+    FileRecord,
+    Manifest,
+    OptimizerRecord,
+    ParamRecord,
+    Piece,
+    TensorEntry,
+    decode_extra,
+    dtype_name,
+    encode_extra,
+    file_metadata,
+    model_tensor_name,
+    new_checkpoint_id,
+    optim_tensor_name,
+    rank_file_name,
+    write_rank_file,
+)
+from zero_strategy.checkpoint.full_weights import names_in
+from zero_strategy.checkpoint.hf import hf_record
+from zero_strategy.comm.collectives import Collectives
+from zero_strategy.errors import CheckpointError, ZeroError
+from zero_strategy.layout import ShardSlice
+from zero_strategy.optim import full_state
+from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+from zero_strategy.precision import Masters
+
+
+class Parts(NamedTuple):
+    """The parts of an engine that a checkpoint is made of."""
+
+    model: nn.Module
+    buckets: Sequence[Bucket]
+    masters: Masters
+    optimizers: Sequence[ShardedOptimizer]
+    collectives: Collectives
+    stage: int
+
+
+class Run(NamedTuple):
+    """A run of elements of one named tensor that this rank stores."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor  # 1-D
+
+
+def save(parts: Parts, path: str, extra: Any) -> None:
+    """Write a checkpoint. See `ZeroEngine.save_checkpoint`."""
+    collectives = parts.collectives
+    folder = Path(path)
+    is_first = collectives.rank == 0
+    encoded, extra_tensors = (
+        _agreed(collectives, lambda: encode_extra(extra)) if is_first else _agreed(collectives, lambda: (None, {}))
+    )
+    _agreed(collectives, (lambda: _make_folder(folder)) if is_first else _nothing)
+    checkpoint_id = collectives.broadcast_json(new_checkpoint_id())
+    file_name = rank_file_name(collectives.rank, collectives.world_size, checkpoint_id)
+    runs = list(_own_runs(parts))
+    if is_first:
+        runs += _buffer_runs(parts.model)
+        runs += [Run(name, tuple(t.shape), 0, t.detach().reshape(-1)) for name, t in extra_tensors.items()]
+
+    metadata = file_metadata(collectives.rank, collectives.world_size, checkpoint_id)
+    stored: list[Any] = []
+    try:
+        stored = _agreed(
+            collectives,
+            lambda: write_rank_file(folder / file_name, [(run.name, run.values) for run in runs], metadata),
+        )
+        num_bytes = (folder / file_name).stat().st_size
+        table = [
+            [run.name, run.shape, dtype_name(run.values.dtype), run.start, run.values.numel(), record.checksum]
+            for run, record in zip(runs, stored, strict=True)
+        ]
+        tables = collectives.gather_json([file_name, num_bytes, table])
+        commit = _commit(parts, folder, checkpoint_id, tables, encoded) if is_first else _nothing
+        _agreed(collectives, commit)
+    except ZeroError:
+        (folder / file_name).unlink(missing_ok=True)
+        raise
+
+
+def load(parts: Parts, path: str) -> Any:
+    """Read a checkpoint. See `ZeroEngine.load_checkpoint`."""
+    collectives = parts.collectives
+    is_first = collectives.rank == 0
+    # Rank 0 looks into every file; the others check those they read from.
+    reader = _agreed(collectives, lambda: CheckpointReader(path, check_files=is_first))
+    with reader:
+        collectives.agree(_check_fits(parts, reader.manifest, path))
+        with torch.no_grad():
+            _agreed(collectives, lambda: _read_weights(parts, reader))
+            _agreed(collectives, lambda: _read_optimizers(parts, reader))
+        handles = [bucket.start_publish() for bucket in parts.buckets]
+        for handle in handles:
+            if handle is not None:
+                handle.wait()
+        return _agreed(collectives, lambda: decode_extra(reader.manifest.extra, reader.read_tensor))
+
+
+# -- writing --
+
+
+def _own_runs(parts: Parts) -> Iterator[Run]:
+    """Yield what this rank stores: its range of the weights (the masters where there are any) and of the state."""
+    for bucket in parts.buckets:
+        master = parts.masters.existing(bucket)
+        source = master.weights if master is not None else bucket.param_shard
+        for piece, first in own_pieces(bucket, parts.collectives.rank):
+            spec = bucket.layout.params[piece.param_index]
+            values = source[first : first + piece.numel]
+            yield Run(model_tensor_name(spec.fqn), spec.shape, piece.param_start, values)
+    for number, optimizer in enumerate(parts.optimizers):
+        yield from _state_runs(number, optimizer, parts.collectives.rank)
+
+
+def own_pieces(bucket: Bucket, rank: int) -> list[tuple[ShardSlice, int]]:
+    """Return this rank's range of a bucket as slices, each with its first element in `param_shard`.
+
+    Where the state is whole (stage 0) every rank has everything, and each still stores its range only.
+    """
+    offset = 0 if bucket.policy.shard_optim else rank * bucket.layout.shard_numel
+    return [(piece, offset + piece.shard_start) for piece in bucket.layout.slices(rank)]
+
+
+def _state_runs(number: int, optimizer: ShardedOptimizer, rank: int) -> Iterator[Run]:
+    for param in optimizer.params():
+        bucket, index = optimizer.place_of(param)
+        spec = bucket.layout.params[index]
+        wanted = [piece for piece, _ in own_pieces(bucket, rank) if piece.param_index == index]
+        for piece, weight in optimizer.slices_of(param):
+            for key, value in optimizer.state.get(weight, {}).items():
+                name = optim_tensor_name(number, spec.fqn, key)
+                if not isinstance(value, Tensor):
+                    value = torch.tensor(value)
+                if value.dim() and value.numel() == piece.numel:
+                    for part in wanted:
+                        start = part.param_start - piece.param_start
+                        yield Run(name, spec.shape, part.param_start, value[start : start + part.numel])
+                elif value.numel() == 1 and any(part.param_start == 0 for part in wanted):
+                    yield Run(name, (), 0, value.reshape(1))
+
+
+def _buffer_runs(model: nn.Module) -> list[Run]:
+    return [
+        Run(model_tensor_name(names[0]), tuple(buffer.shape), 0, buffer.detach().reshape(-1))
+        for buffer, names in _persistent_buffers(model)
+    ]
+
+
+def _persistent_buffers(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    params = {id(param) for param in model.parameters()}
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, value in names_in(model).items():
+        if isinstance(value, Tensor) and id(value) not in params:
+            found.setdefault(id(value), (value, []))[1].append(name)
+    return list(found.values())
+
+
+def _commit(parts: Parts, folder: Path, checkpoint_id: str, tables: list[Any], extra: Any) -> Callable[[], None]:
+    return lambda: _manifest(parts, checkpoint_id, tables, extra).write(folder)
+
+
+def _manifest(parts: Parts, checkpoint_id: str, tables: list[Any], extra: Any) -> Manifest:
+    pieces: dict[str, list[Piece]] = {}
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    for file_name, _, table in tables:
+        for name, shape, dtype, start, numel, checksum in table:
+            kinds[name] = (tuple(shape), dtype)
+            piece = Piece(file=file_name, key=name, file_start=0, start=start, numel=numel, checksum=checksum)
+            pieces.setdefault(name, []).append(piece)
+    for spec in (spec for bucket in parts.buckets for spec in bucket.layout.params if spec.numel == 0):
+        kinds[model_tensor_name(spec.fqn)] = (spec.shape, "float32")
+    return Manifest(
+        checkpoint_id=checkpoint_id,
+        world_size=parts.collectives.world_size,
+        stage=parts.stage,
+        files={file_name: FileRecord(num_bytes=num_bytes) for file_name, num_bytes, _ in tables},
+        params=_param_records(parts),
+        buffers={
+            names[0]: BufferRecord(
+                shape=tuple(buffer.shape), dtype=dtype_name(buffer.dtype), aliases=tuple(names[1:])
+            )
+            for buffer, names in _persistent_buffers(parts.model)
+        },
+        tensors={
+            name: TensorEntry(name=name, shape=shape, dtype=dtype, pieces=tuple(pieces.get(name, ())))
+            for name, (shape, dtype) in kinds.items()
+        },
+        optimizers=tuple(_optimizer_record(optimizer) for optimizer in parts.optimizers),
+        extra=extra,
+        hf=hf_record(parts.model),
+    )
+
+
+def _param_records(parts: Parts) -> dict[str, ParamRecord]:
+    names: dict[int, list[str]] = {}
+    for name, param in parts.model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {
+        spec.fqn: ParamRecord(
+            shape=spec.shape,
+            dtype=dtype_name(bucket.flat.dtype),
+            trainable=bucket.trainable,
+            aliases=tuple(name for name in names[id(param)] if name != spec.fqn),
+        )
+        for bucket in parts.buckets
+        for spec, param in zip(bucket.layout.params, bucket.params, strict=True)
+    }
+
+
+def _optimizer_record(optimizer: ShardedOptimizer) -> OptimizerRecord:
+    groups = full_state.groups_as_json(optimizer.param_groups)
+    for group, params in zip(groups, (group["params"] for group in optimizer.param_groups), strict=True):
+        group["params"] = [_fqn_of(optimizer, param) for param in params]
+    return OptimizerRecord(class_name=optimizer.user_class, param_groups=tuple(groups))
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            what=f"The folder {folder} could not be made: {error.strerror or error}.",
+            why="A checkpoint is a folder.",
+            fix="Choose another path, or remove the file that is in the way.",
+        ) from error
+
+
+# -- reading --
+
+
+def _check_fits(parts: Parts, manifest: Manifest, path: str) -> CheckpointError | None:
+    here = {spec.fqn: spec.shape for bucket in parts.buckets for spec in bucket.layout.params}
+    there = {fqn: record.shape for fqn, record in manifest.params.items()}
+    missing = [fqn for fqn in here if fqn not in there]
+    unexpected = [fqn for fqn in there if fqn not in here]
+    if missing or unexpected:
+        return _misfit(
+            f"The checkpoint {path} is of another model: {len(missing)} parameters are not in it "
+            f"(first: {missing[:3]}), {len(unexpected)} are in it and not in the model (first: {unexpected[:3]})."
+        )
+    wrong = [fqn for fqn in here if tuple(here[fqn]) != tuple(there[fqn])]
+    if wrong:
+        fqn = wrong[0]
+        return _misfit(f"{len(wrong)} parameters have other shapes: {fqn!r} is {there[fqn]} there and {here[fqn]} here.")
+    if parts.optimizers and len(manifest.optimizers) != len(parts.optimizers):
+        return _misfit(f"It holds {len(manifest.optimizers)} optimizers, the engine has {len(parts.optimizers)}.")
+    for number, (optimizer, record) in enumerate(zip(parts.optimizers, manifest.optimizers, strict=False)):
+        own = [[_fqn_of(optimizer, param) for param in group["params"]] for group in optimizer.param_groups]
+        saved = [list(group["params"]) for group in record.param_groups]  # type: ignore[arg-type]
+        if own != saved:
+            return _misfit(
+                f"Optimizer {number} has param groups of {[len(g) for g in own]} parameters here and of "
+                f"{[len(g) for g in saved]} in the checkpoint, or the same numbers of other parameters."
+            )
+    return None
+
+
+def _misfit(what: str) -> CheckpointError:
+    return CheckpointError(
+        what=what,
+        why="Weights and optimizer state are matched by name.",
+        fix="Build the model, the optimizers and their param groups as they were when it was saved. Nothing was loaded.",
+    )
+
+
+def _read_weights(parts: Parts, reader: CheckpointReader) -> None:
+    for bucket in parts.buckets:
+        master = parts.masters.existing(bucket)
+        for position, piece in enumerate(bucket.slices):
+            name = model_tensor_name(bucket.layout.params[piece.param_index].fqn)
+            values = reader.read(name, piece.param_start, piece.param_start + piece.numel)
+            bucket.param_shard[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
+            if master is not None:
+                master.slices[position].copy_(values)
+    parts.masters.forget_unrounded()
+    for buffer, names in _persistent_buffers(parts.model):
+        if names[0] in reader.manifest.buffers:
+            buffer.data.copy_(reader.read_tensor(model_tensor_name(names[0])))
+
+
+def _read_optimizers(parts: Parts, reader: CheckpointReader) -> None:
+    keys: dict[tuple[int, str], list[str]] = {}
+    for name in reader.manifest.tensors:
+        if name.startswith("optim/"):
+            _, number, rest = name.split("/", 2)
+            fqn, _, key = rest.rpartition("/")
+            keys.setdefault((int(number), fqn), []).append(key)
+    for number, optimizer in enumerate(parts.optimizers):
+        full_state.load_groups(optimizer, [dict(group) for group in reader.manifest.optimizers[number].param_groups])
+        optimizer.state.clear()
+        for param in optimizer.params():
+            fqn = _fqn_of(optimizer, param)
+            for key in keys.get((number, fqn), ()):
+                _read_state(optimizer, param, key, reader, optim_tensor_name(number, fqn, key))
+
+
+def _read_state(
+    optimizer: ShardedOptimizer, param: nn.Parameter, key: str, reader: CheckpointReader, name: str
+) -> None:
+    per_slice = reader.entry(name).shape == ()
+    for piece, weight in optimizer.slices_of(param):
+        if per_slice:
+            optimizer.state[weight][key] = reader.read_tensor(name)
+        else:
+            values = reader.read(name, piece.param_start, piece.param_start + piece.numel)
+            optimizer.state[weight][key] = values.to(weight.device)
+
+
+# -- helpers --
+
+
+def _agreed(collectives: Collectives, work: Callable[[], Any]) -> Any:
+    """Do this rank's part of something all ranks do; if any fails, all raise what it raised."""
+    result, error = None, None
+    try:
+        result = work()
+    except ZeroError as raised:
+        error = raised
+    except OSError as raised:
+        error = CheckpointError(
+            what=f"{type(raised).__name__}: {raised}",
+            why="The file system refused.",
+            fix="Check free space, permissions and the path. A checkpoint that was there before still is.",
+        )
+    collectives.agree(error)
+    return result
+
+
+def _nothing() -> None:
+    return None
+
+
+def _fqn_of(optimizer: ShardedOptimizer, param: nn.Parameter) -> str:
+    bucket, index = optimizer.place_of(param)
+    return bucket.layout.params[index].fqn

@@ -1,0 +1,215 @@
+"""The command `zero-strategy`: what it understands and how it reports.
+
+Owns argument parsing, exit codes and what is printed; the work is done elsewhere, and imported only when a
+command needs it, so that `--help` answers at once. A user's mistake ends in one message with what, why and
+fix on stderr and exit code 2, without a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero_strategy.errors import ConfigError, ZeroError
+
+if TYPE_CHECKING:
+    import torch
+
+EXIT_OK, EXIT_ERROR = 0, 2  # 2 is what argparse itself uses
+MAX_LISTED_PARAMS = 40  # lines; a screenful, `--all` shows the rest
+
+_DTYPE_SHORT = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+}
+_SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_SIZE_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+_CONSOLIDATE_EXAMPLES = """
+examples:
+  zero-strategy consolidate runs/step-1000 exported
+  zero-strategy consolidate runs/step-1000 exported --dtype bf16 --hf-files my-tokenizer
+  zero-strategy consolidate runs/step-1000 exported --strip-prefix model. --max-shard-size 2GB
+
+Then, without zero_strategy:
+  AutoModelForCausalLM.from_pretrained("exported")
+"""
+_INSPECT_EXAMPLES = """
+examples:
+  zero-strategy inspect runs/step-1000
+  zero-strategy inspect runs/step-1000 --verify
+  zero-strategy inspect runs/step-1000 --json
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: Without the program's name; None: those of the process.
+
+    Returns:
+        The exit code: 0, or 2 after a mistake that was explained on stderr.
+    """
+    parsed = _build_parser().parse_args(arguments)
+    try:
+        if parsed.command == "consolidate":
+            return _consolidate(parsed)
+        return _inspect(parsed)
+    except ZeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except BrokenPipeError:
+        # `zero-strategy inspect ... | head`: not a mistake. Closing here keeps the interpreter from
+        # complaining.
+        sys.stderr.close()
+        return EXIT_OK
+
+
+# -- commands --
+
+
+def _consolidate(parsed: argparse.Namespace) -> int:
+    from zero_strategy.checkpoint.consolidate import ConsolidateOptions, consolidate
+
+    options = ConsolidateOptions(
+        dtype=_parse_dtype(parsed.dtype) if parsed.dtype else None,
+        max_shard_size_bytes=parse_size_bytes(parsed.max_shard_size),
+        trainable_only=parsed.trainable_only,
+        strip_prefix=parsed.strip_prefix,
+        hf_files=parsed.hf_files,
+        force=parsed.force,
+    )
+    report = consolidate(parsed.checkpoint, parsed.out, options)
+    print(f"wrote {report.num_tensors} tensors, {report.num_bytes / 1e6:,.1f} MB, to {report.out}")
+    for name in report.files:
+        print(f"  {name}")
+    if report.tied:
+        print(f"tied, written once: {', '.join(f'{alias} = {name}' for alias, name in report.tied.items())}")
+    if report.left_out:
+        print(f"left out, as outside the prefix: {', '.join(report.left_out)}")
+    if "config.json" not in report.files:
+        print("no config.json: the checkpoint is not of a Hugging Face model; --hf-files can supply one")
+    return EXIT_OK
+
+
+def _inspect(parsed: argparse.Namespace) -> int:
+    from zero_strategy.checkpoint.format import CheckpointReader
+    from zero_strategy.checkpoint.inspection import find_damage, render, summarize
+
+    with CheckpointReader(parsed.checkpoint) as reader:
+        damage = find_damage(reader) if parsed.verify else []
+        if parsed.json:
+            summary = summarize(reader.manifest)._asdict()
+            summary["optimizers"] = [optimizer._asdict() for optimizer in summary["optimizers"]]
+            if parsed.verify:
+                summary["damage"] = [error.what for error in damage]
+            print(json.dumps(summary, indent=2))
+        else:
+            print(render(reader.manifest, max_params=None if parsed.all else MAX_LISTED_PARAMS))
+            if parsed.verify and not damage:
+                print("\nverified: every stored byte is as it was written")
+    for error in damage:
+        print(f"error: {error}", file=sys.stderr)
+    return EXIT_ERROR if damage else EXIT_OK
+
+
+# -- arguments --
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zero-strategy", description="Work with checkpoints of zero_strategy, offline and without a GPU."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_consolidate(commands)
+    _add_inspect(commands)
+    return parser
+
+
+def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "consolidate",
+        help="write a checkpoint as a Hugging Face folder",
+        description="Write a sharded checkpoint as a folder that transformers' from_pretrained() loads. "
+        "Needs memory for two chunks of 64 MiB, whatever the size of the model.",
+        epilog=_CONSOLIDATE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("checkpoint", metavar="CKPT", type=Path, help="the checkpoint folder; only read")
+    command.add_argument(
+        "out", metavar="OUT", type=Path, help="the folder to write: new, empty or an earlier output"
+    )
+    command.add_argument("--dtype", help="of the weights: bf16, fp16, fp32 (default: each parameter's own)")
+    command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
+    command.add_argument(
+        "--trainable-only", action="store_true", help="leave frozen parameters and buffers out"
+    )
+    command.add_argument(
+        "--strip-prefix",
+        metavar="P",
+        help="write what lies below this prefix of parameter names, without it "
+        "(default: where the Hugging Face model was found; '' writes everything)",
+    )
+    command.add_argument(
+        "--hf-files",
+        metavar="FOLDER",
+        type=Path,
+        help="copy tokenizer and similar files from here, no weights",
+    )
+    command.add_argument("--force", action="store_true", help="write into a folder that holds other files")
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "inspect",
+        help="show what a checkpoint holds, or verify it",
+        description="Show parameters, optimizers and files of a checkpoint. All file headers are checked.",
+        epilog=_INSPECT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("checkpoint", metavar="CKPT", type=Path, help="the checkpoint folder; only read")
+    command.add_argument("--verify", action="store_true", help="read all data and compare its checksums")
+    command.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
+    command.add_argument("--all", action="store_true", help=f"list more than {MAX_LISTED_PARAMS} parameters")
+
+
+def parse_size_bytes(text: str) -> int:
+    """Read a size: "5GB" (powers of ten), "512MiB" (powers of two), "1000000" (bytes).
+
+    Raises:
+        ConfigError: It is not a positive size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if (
+        match is None
+        or match[2] not in _SIZE_UNITS
+        or not (size := int(float(match[1]) * _SIZE_UNITS[match[2]]))
+    ):
+        raise ConfigError(
+            what=f"{text!r} is not a size.",
+            why="A size is a positive number with a unit: B, KB, MB, GB, TB, KiB, MiB, GiB, TiB.",
+            fix="Write, for example, --max-shard-size 5GB.",
+        )
+    return size
+
+
+def _parse_dtype(text: str) -> torch.dtype:
+    from zero_strategy.checkpoint.elements import DTYPES
+
+    dtype = DTYPES.get(_DTYPE_SHORT.get(text.lower(), text.lower()))
+    if dtype is None or not dtype.is_floating_point or dtype.itemsize < 2:  # 8 bits need scales
+        raise ConfigError(
+            what=f"{text!r} is not a dtype that weights can be written in.",
+            why="Weights are floating-point numbers of a width that safetensors and torch both have.",
+            fix="Use bf16, fp16 or fp32, or leave --dtype out to keep each parameter's own.",
+        )
+    return dtype

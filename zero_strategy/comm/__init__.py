@@ -1,0 +1,1 @@
+"""The only callers of `torch.distributed` collectives, and the count of what they send."""

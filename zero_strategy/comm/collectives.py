@@ -1,0 +1,197 @@
+"""The collectives of the engine, over whatever backend there is, each counted in the ledger.
+
+Two kinds: moves of flat buffers (`all_gather`, `reduce_scatter_mean`), which are asynchronous and return a handle, and
+control messages (flags, names, norms, buffers), which are small and wait. Callers do not know the backend.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_strategy import compat
+from zero_strategy.comm import ordered
+from zero_strategy.comm.ledger import Ledger
+from zero_strategy.comm.topology import Topology
+from zero_strategy.errors import CheckpointError, ConfigError, OffloadError, ShardingError, ZeroError
+
+
+class Handle:
+    """Something under way.
+
+    Invariant: the handle keeps every tensor of the collective alive until `wait()` returns.
+    """
+
+    def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Return when the result is there. May be called again, at no cost."""
+        works, self._works = self._works, []
+        finish, self._finish = self._finish, None
+        for work in works:
+            work.wait()
+        if finish is not None:
+            finish()
+
+
+class Collectives:
+    """Gathers, reductions and control messages among the ranks of one topology."""
+
+    def __init__(self, topology: Topology, ledger: Ledger) -> None:
+        self.rank = topology.rank
+        self.world_size = topology.world_size
+        self._topology = topology
+        self._ledger = ledger
+
+    # -- flat buffers --
+
+    def all_gather(self, flat: Tensor) -> Handle:
+        """Start filling a flat buffer with the shards of all ranks.
+
+        Shapes:
+            flat [padded_numel]; this rank's range must be filled in already.
+        """
+        shard_numel = flat.numel() // self.world_size
+        self._ledger.record("all_gather", (self.world_size - 1) * shard_numel * flat.element_size())
+        group = self._topology.gather_group
+        if group is not None and self._topology.native:
+            own = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
+            return Handle([compat.native_all_gather(flat, own, group)])
+        return Handle(ordered.start_all_gather(flat, shard_numel, group))
+
+    def reduce_scatter_mean(self, full: Tensor, output: Tensor) -> Handle:
+        """Start averaging a flat buffer over all ranks, each rank receiving its own range of the mean.
+
+        The sum is taken in fp32 (fp64 for fp64) and the mean is rounded once, to the dtype of `output`.
+
+        Shapes:
+            full [padded_numel] -> output [padded_numel / N]; `output` may be this rank's range of `full`.
+        """
+        self._ledger.record("reduce_scatter", (self.world_size - 1) * output.numel() * full.element_size())
+        group = self._topology.reduce_group
+        sums_exactly = full.dtype in (torch.float32, torch.float64) and output.dtype == full.dtype
+        if group is not None and self._topology.native and sums_exactly:
+            work = compat.native_reduce_scatter_sum(output, full, group)
+            return Handle([work], lambda: _divide(output, self.world_size))
+        # NCCL would round a 16-bit sum at every hop; exchanging first sends the same bytes and rounds once.
+        received = torch.empty_like(full)
+        works = ordered.start_exchange(full, received, group)
+        return Handle(works, lambda: ordered.mean_in_rank_order(received, output, self.world_size))
+
+    # -- control messages --
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of rank 0, and wait."""
+        group = self._topology.gather_group
+        if group is None:
+            return
+        self._ledger.record("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
+        dist.broadcast(tensor, src=0, group=group)
+
+    def broadcast_bytes(self, payload: bytes) -> bytes:
+        """Return the bytes of rank 0, of any length; what the other ranks pass is ignored."""
+        group = self._topology.control_group
+        if group is None:
+            return payload
+        size = torch.tensor([len(payload)], dtype=torch.int64)
+        dist.broadcast(size, src=0, group=group)
+        data = torch.empty(int(size.item()), dtype=torch.uint8)
+        if self.rank == 0:
+            data.copy_(_to_tensor(payload))
+        dist.broadcast(data, src=0, group=group)
+        self._ledger.record("control", len(payload) if self.rank == 0 else 0)
+        return bytes(data.numpy())
+
+    def broadcast_json(self, value: Any) -> Any:
+        """Return the JSON value of rank 0."""
+        return json.loads(self.broadcast_bytes(json.dumps(value).encode()))
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return the JSON values of all ranks, in rank order, on all ranks."""
+        group = self._topology.control_group
+        payload = json.dumps(value).encode()
+        if group is None:
+            return [json.loads(payload)]
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        dist.all_gather(list(sizes.split(1)), torch.tensor([len(payload)]), group=group)
+        longest = int(sizes.max().item())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(payload)] = _to_tensor(payload)
+        gathered = torch.empty(self.world_size, longest, dtype=torch.uint8)
+        dist.all_gather(list(gathered.unbind()), padded, group=group)
+        self._ledger.record("control", (self.world_size - 1) * (longest + 8))
+        return [
+            json.loads(bytes(row[: int(size.item())].numpy())) for row, size in zip(gathered, sizes, strict=True)
+        ]
+
+    def maximum(self, flags: Tensor) -> None:
+        """Replace a host tensor by its element-wise maximum over all ranks, and wait.
+
+        Shapes:
+            flags [n] uint8, on the host
+        """
+        group = self._topology.control_group
+        if group is not None:
+            self._ledger.record("control", flags.numel())
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+
+    def sum_in_rank_order(self, values: Tensor) -> Tensor:
+        """Return the sum of a few fp64 numbers over all ranks, the same bits on every rank.
+
+        Shapes:
+            values [n] fp64, on the host -> [n] fp64
+        """
+        return self.stack(values).sum(dim=0)
+
+    def stack(self, values: Tensor) -> Tensor:
+        """Return everybody's numbers.
+
+        Shapes:
+            values [n], on the host -> [world_size, n]
+        """
+        group = self._topology.control_group
+        if group is None:
+            return values.unsqueeze(0)
+        rows = torch.empty(self.world_size, values.numel(), dtype=values.dtype)
+        self._ledger.record("all_reduce", (self.world_size - 1) * values.numel() * values.element_size())
+        dist.all_gather(list(rows.unbind()), values, group=group)
+        return rows
+
+    def agree(self, error: ZeroError | None) -> None:
+        """Raise on all ranks if any rank has an error to raise. Collective.
+
+        Args:
+            error: What this rank found, or None.
+
+        Raises:
+            ZeroError: The error of the lowest rank that has one, naming the rank.
+        """
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            return
+        mine = None if error is None else [type(error).__name__, error.what, error.why, error.fix]
+        for rank, found in enumerate(self.gather_json(mine)):
+            if found is not None:
+                name, what, why, fix = found
+                raise _AGREED.get(name, ShardingError)(what=f"[rank {rank}] {what}", why=why, fix=fix)
+
+
+_AGREED: dict[str, type[ZeroError]] = {
+    error.__name__: error for error in (ConfigError, ShardingError, CheckpointError, OffloadError)
+}
+
+
+def _divide(tensor: Tensor, divisor: int) -> None:
+    tensor.div_(divisor)
+
+
+def _to_tensor(payload: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,96 @@
+"""Counts every byte sent and adds up every byte held.
+
+The collectives record what they send here, by kind and call. What is held is not recorded but asked for: whoever owns
+tensors gives the ledger a function that reports them, so the two can never drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "control")
+
+
+@dataclass
+class MemoryUse:
+    """Bytes held by one owner on this rank.
+
+    Attributes:
+        params: Parameters that stay: the shard, or the whole flat buffer where it is not sharded.
+        grads: Gradients, whole or reduced.
+        master: fp32 master weights of 16-bit parameters.
+        optimizer: Optimizer state (moments and the like).
+        scalars: What the optimizer keeps per slice and not per element, such as step counters.
+        unsharded: Whole flat buffers that exist for the moment, at stage 3.
+        padding: How many bytes of the kinds before are padding (they are included there).
+    """
+
+    params: int = 0
+    grads: int = 0
+    master: int = 0
+    optimizer: int = 0
+    scalars: int = 0
+    unsharded: int = 0
+    padding: int = 0
+
+    def add(self, other: MemoryUse) -> None:
+        """Add another owner's bytes."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
+class Ledger:
+    """Bytes held and bytes sent by one engine on this rank.
+
+    Attributes:
+        comm: `{kind: {"calls": int, "bytes_sent": int}}` since the last `reset()`. `control` holds everything the
+            formulas of the papers leave out: flags, names, buffers and the first broadcast of the weights.
+    """
+
+    def __init__(self) -> None:
+        self.comm: dict[str, dict[str, int]] = {}
+        self._owners: list[Callable[[], MemoryUse]] = []
+        self._formulas: Callable[[], str] | None = None
+        self.reset()
+
+    # -- counting --
+
+    def record(self, kind: str, bytes_sent: int) -> None:
+        """Count one collective.
+
+        Args:
+            kind: One of `COMM_KINDS`.
+            bytes_sent: Bytes this rank puts on the wire.
+        """
+        entry = self.comm[kind]
+        entry["calls"] += 1
+        entry["bytes_sent"] += bytes_sent
+
+    def reset(self) -> None:
+        """Set all counts of `comm` to zero."""
+        self.comm = {kind: {"calls": 0, "bytes_sent": 0} for kind in COMM_KINDS}
+
+    # -- queries --
+
+    def watch(self, owner: Callable[[], MemoryUse]) -> None:
+        """Register a function that reports what its owner holds."""
+        self._owners.append(owner)
+
+    def explain_with(self, report: Callable[[], str]) -> None:
+        """Register the function that writes the report; it knows the formulas to print beside the counts."""
+        self._formulas = report
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes held by kind, this rank, now."""
+        total = MemoryUse()
+        for owner in self._owners:
+            total.add(owner())
+        return {field.name: getattr(total, field.name) for field in fields(total)}
+
+    def report(self) -> str:
+        """Return a table of bytes held and bytes sent, the formula beside each."""
+        if self._formulas is None:
+            return "\n".join(f"{kind}: {count}" for kind, count in {**self.memory, **self.comm}.items())
+        return self._formulas()

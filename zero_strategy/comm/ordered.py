@@ -1,0 +1,58 @@
+"""Collectives built from gloo's simplest pieces, with the bytes of theory and one order of additions.
+
+torch's reduce-scatter on gloo is an all-reduce of a copy and sends twice what is needed; its ring adds in an order that
+depends on where an element lies. Here every rank sends each other rank its part once, and adds what it receives in
+rank order: (N-1)/N of the buffer per rank, and a sum that does not depend on bucket or position.
+
+Stateless; called by `Collectives` only. A group of None means that there is nobody else.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SUM_CHUNK_NUMEL = 1 << 16  # elements summed at a time: two operands and an fp32 sum of this size stay in the L2 cache
+
+
+def start_all_gather(flat: Tensor, shard_numel: int, group: dist.ProcessGroup | None) -> list[dist.Work]:
+    """Start one broadcast per rank, of its own range of `flat`.
+
+    All broadcasts run at once, and together send what an all-gather sends: (N-1)/N of `flat` per rank.
+
+    Shapes:
+        flat [N * shard_numel]; this rank's range is filled in, the others are written.
+    """
+    if group is None:
+        return []
+    shards = flat.split(shard_numel)
+    return [dist.broadcast(shard, src=rank, group=group, async_op=True) for rank, shard in enumerate(shards)]
+
+
+def start_exchange(full: Tensor, received: Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
+    """Start sending each rank its range of `full`, and receiving everybody's version of this rank's range.
+
+    Shapes:
+        full [N * shard_numel] -> received [N * shard_numel], the version of rank r at range r.
+    """
+    if group is None:
+        received.copy_(full)
+        return []
+    return [dist.all_to_all_single(received, full, group=group, async_op=True)]
+
+
+def mean_in_rank_order(received: Tensor, output: Tensor, world_size: int) -> None:
+    """Write the mean of `world_size` versions: summed in rank order in fp32 (fp64 for fp64), rounded once.
+
+    Shapes:
+        received [N * shard_numel] -> output [shard_numel], any floating dtype.
+    """
+    versions = received.view(world_size, output.numel())
+    sum_dtype = torch.float64 if received.dtype == torch.float64 else torch.float32
+    for start in range(0, output.numel(), SUM_CHUNK_NUMEL):
+        part = versions[:, start : start + SUM_CHUNK_NUMEL]
+        total = part[0].to(sum_dtype, copy=True)
+        for version in part[1:]:
+            total.add_(version)
+        output[start : start + SUM_CHUNK_NUMEL].copy_(total.div_(world_size))

@@ -1,0 +1,58 @@
+"""The few torch names that are private or differ between versions, each behind one function.
+
+Everything here was checked on torch 2.11 to 2.13. Callers are the engine's own modules; nothing in this file knows
+about ZeRO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Set autograd's version counters, without touching any data.
+
+    A tensor that autograd saved refuses to be used once its counter differs from what it was when saved. That is the
+    one check that stands between a backward over a freed weight and a crash of the process.
+    """
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def get_versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return autograd's version counters."""
+    return [int(tensor._version) for tensor in tensors]
+
+
+def current_backward() -> int:
+    """Return the number of the backward that is running on this thread, or -1 outside of any."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have `callback` run when the backward that is running now has finished."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+
+
+def without_torch_function() -> torch._C.DisableTorchFunctionSubclass:
+    """Return a context in which tensor subclasses behave as plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def native_all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start the backend's own all-gather; `shard` may be this rank's range of `output`."""
+    # torch 2.13 renames the call and warns about the old name; the old one is all that 2.11 has.
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work = call(output, shard, group=group, async_op=True)
+    return work
+
+
+def native_reduce_scatter_sum(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start the backend's own summing reduce-scatter; `output` may be this rank's range of `full`."""
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work = call(output, full, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    return work

@@ -1,0 +1,400 @@
+"""The configuration: the `ds_config.json` schema as frozen models.
+
+Owns the honoured keys (they are the fields below), their checks and defaults, and the step from what a user
+wrote to what the engine reads: `load` accepts, `resolve` completes. Called by the engine and every front end.
+The other keys of the schema stand in `config_keys.py`, reading in `config_source.py`. Must not know models,
+optimizers or process groups; the world size is passed in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, StrictBool, ValidationError
+
+from zero_strategy.config_keys import AUTO, AUTO_HINTS, KEY_RULES, STAGES_OF_KEY
+from zero_strategy.config_source import (
+    BATCH_KEYS,
+    Fault,
+    Setting,
+    Settings,
+    check_keys,
+    complete_batch_numbers,
+    error_of,
+    flatten,
+    nest,
+    read_file,
+    read_keywords,
+)
+from zero_strategy.errors import ConfigError
+from zero_strategy.log import log_once
+
+
+def _integral(value: object) -> int:
+    # JSON writers spell element counts 5e8, which is a float; a bool is an int to Python but never a count.
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("should be a number, such as 5e8 (without quotes)")
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError("should be a whole number")
+    return int(value)
+
+
+def _real(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("should be a number (without quotes)")
+    return float(value)
+
+
+def _stage(value: object) -> int:
+    if isinstance(value, bool) or value not in (0, 1, 2, 3):
+        raise ValueError(
+            "should be 0 (shards nothing), 1 (optimizer), 2 (and gradients) or 3 (and parameters)"
+        )
+    return _integral(value)
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
+        raise ValueError('should be a list of names, such as ["MoEBlock"]')
+    return tuple(value)
+
+
+def _grad_accum_dtype(value: object) -> object:
+    if value not in ("parameters", "fp32"):
+        raise ValueError('should be "fp32", or left out: gradients then accumulate in the parameters\' dtype')
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_integral), Field(ge=1)]
+CountOrZero = Annotated[int, BeforeValidator(_integral), Field(ge=0)]
+Norm = Annotated[float, BeforeValidator(_real), Field(ge=0, allow_inf_nan=False)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
+GradAccumDtype = Annotated[Literal["parameters", "fp32"], BeforeValidator(_grad_accum_dtype)]
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in type(self).model_fields:
+            raise ConfigError(
+                what=f"{name} of {type(self).__name__} cannot be set to {value!r}.",
+                why="A config is frozen: the engine was built from what it says.",
+                fix=f"Make another one: ZeroConfig.load(config, {name}={value!r}).",
+            )
+        super().__setattr__(name, value)
+
+
+class LeafModule(_Block):
+    """Modules that are one unit at stage 3: nothing below them is unsharded on its own."""
+
+    classes: Names = ()
+    """Class names, plain (`MixtralSparseMoeBlock`) or with their module (`pkg.models.MoEBlock`)."""
+    names: Names = ()
+    """Fully qualified names of modules in the model."""
+    name_suffixes: Names = ()
+    """Endings of such names, so that one entry serves every layer."""
+
+
+class ZeroOptimization(_Block):
+    """The block `zero_optimization`."""
+
+    stage: Stage = 0
+    """0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too. Default as in DeepSpeed."""
+    reduce_bucket_size: Count = 25_000_000
+    """Elements per bucket. DeepSpeed's default is 5e8; here it is smaller, because it bounds what a bucket in
+    flight holds unsharded."""
+    overlap_comm: StrictBool = True
+    """Reductions run while backward goes on; false: each is waited for at once. The numbers are the same."""
+    sub_group_size: Count = 1_000_000_000
+    """Master elements the optimizer steps at a time. Default as in DeepSpeed."""
+    stage3_param_persistence_threshold: CountOrZero = 100_000
+    """Parameters with fewer elements stay whole at stage 3. Default as in DeepSpeed."""
+    stage3_prefetch_bucket_size: CountOrZero = 50_000_000
+    """Elements unsharded ahead of use, in the last iteration's order; 0: none. Default as in DeepSpeed."""
+    leaf_module: LeafModule = LeafModule()
+
+
+class Bf16(_Block):
+    """The block `bf16`."""
+
+    enabled: StrictBool = False
+    """Parameters are cast to bf16; the optimizer updates fp32 masters."""
+
+
+class Fp16(_Block):
+    """The block `fp16`."""
+
+    enabled: StrictBool = False
+    """Only false: loss scaling is not built yet."""
+
+
+class DataTypes(_Block):
+    """The block `data_types`."""
+
+    grad_accum_dtype: GradAccumDtype = "parameters"
+    """Dtype of `grad_shard`: the parameters' own (left out or null), or fp32."""
+
+
+class Resolution(NamedTuple):
+    """Where a config came from and what is known about it besides its fields."""
+
+    settings: Settings  # what was written, dotted; the source of every rebuild
+    auto_keys: tuple[str, ...]  # dotted keys still "auto"; their fields hold defaults
+    notices: tuple[str, ...]  # replaced keys, keys without effect
+    known_batch_keys: frozenset[str]  # batch numbers given or derived; the others are 1 because nobody said
+    world_size: int  # 0 before resolve()
+
+
+class ZeroConfig(_Block):
+    """Everything a user can set, with the names of `ds_config.json`.
+
+    `ZeroConfig.load("ds_config.json", stage=3)` reads a file, a dict or another config and lets keywords beat
+    it; `ZeroConfig(stage=3, bf16=True)` takes keywords alone. Keys of `zero_optimization` may be flat
+    keywords. The engine works with `resolve(world_size)`.
+
+    The surprise: while a key is listed in `auto_keys`, its field holds the default.
+
+    Raises:
+        ConfigError: With every fault of the config at once.
+    """
+
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    bf16: Bf16 = Bf16()
+    fp16: Fp16 = Fp16()
+    data_types: DataTypes = DataTypes()
+    gradient_clipping: Norm = 0.0
+    """Largest global gradient norm, applied in `step()` if the caller did not clip; 0 is off. DeepSpeed 0.19
+    clips at 1.0 where the key is left out; here nothing is clipped unasked."""
+    train_batch_size: Count = 1
+    """Samples per optimizer step over all ranks."""
+    train_micro_batch_size_per_gpu: Count = 1
+    """Samples per forward on one rank."""
+    gradient_accumulation_steps: Count = 1
+    """Micro-batches per optimizer step."""
+    accumulate_whole_gradients: StrictBool = False
+    """Own key. Under `no_sync` stages 2-3 keep whole gradients too: fewer messages and DDP's very order of
+    additions, for the memory of one whole gradient per parameter."""
+    broadcast_buffers: StrictBool = True
+    """Own key. Float buffers are made equal from rank 0 before a synchronised forward, as DDP does."""
+
+    _resolution: Resolution = PrivateAttr()
+
+    # -- construction --
+
+    def __init__(self, **keywords: object) -> None:
+        self._build(read_keywords(keywords, KNOWN_KEYS))
+
+    @classmethod
+    def load(
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, object] | ZeroConfig | None = None,
+        **keywords: object,
+    ) -> ZeroConfig:
+        """Read a config.
+
+        Args:
+            source: Path of a `ds_config.json`, a dict of the same shape (it is not written to), another
+                config (what its user wrote is taken, not what was derived), or None.
+            **keywords: Settings that beat those of `source`; None means not given.
+
+        Returns:
+            The config, not resolved.
+
+        Raises:
+            ConfigError: With every fault at once: unknown, refused, mistyped or contradicting settings.
+        """
+        if source is None:
+            settings: Settings = {}
+        elif isinstance(source, ZeroConfig):
+            settings = dict(source._resolution.settings)
+        elif isinstance(source, Mapping):
+            settings = flatten(source, "config dict")
+        elif isinstance(source, (str, os.PathLike)):
+            settings = read_file(source)
+        else:
+            raise ConfigError(
+                what=f"A config cannot be read from a {type(source).__name__}.",
+                why="A config is the path of a ds_config.json, a dict, another ZeroConfig, or keywords.",
+                fix='Pass "ds_config.json" or {"zero_optimization": {"stage": 2}}, for example.',
+            )
+        config = cls.__new__(cls)
+        config._build(settings | read_keywords(keywords, KNOWN_KEYS))
+        return config
+
+    def resolve(self, world_size: int, auto: Mapping[str, object] | None = None) -> ZeroConfig:
+        """Complete the config for a run: fill what is "auto", derive and check the batch numbers.
+
+        Derived: the batch number that is missing, by train_batch_size = train_micro_batch_size_per_gpu x
+        gradient_accumulation_steps x world size; with one of them given alone, gradient_accumulation_steps is
+        1. May be called again, also on the result and with another world size.
+
+        Args:
+            world_size: Number of data-parallel ranks.
+            auto: Dotted keys and the values a front end has for them; used only where the config says "auto".
+
+        Returns:
+            A config without "auto".
+
+        Raises:
+            ConfigError: A key is still "auto", a filled-in value is faulty, or the batch numbers do not fit.
+        """
+        if world_size < 1:
+            raise ConfigError(
+                what=f"The config cannot be resolved for {world_size} ranks.",
+                why="The world size counts the ranks that share the batch.",
+                fix="Pass 1 or more.",
+            )
+        settings = dict(self._resolution.settings)
+        for dotted in self._resolution.auto_keys:
+            if auto is not None and auto.get(dotted) is not None:
+                settings[dotted] = Setting(auto[dotted], "front end")
+        config = type(self).__new__(type(self))
+        config._build(settings, world_size)
+        return config
+
+    def _build(self, settings: Settings, world_size: int = 0) -> None:
+        """Fill this new object from settings; completely, if there is a world size."""
+        checked = check_keys(settings, FIELD_KEYS)
+        faults = list(checked.faults)
+        values = {dotted: setting.value for dotted, setting in checked.honoured.items()}
+        if world_size and checked.auto_keys:
+            faults.append(_left_auto_fault(checked.auto_keys))
+        elif world_size and not faults:
+            faults += complete_batch_numbers(values, world_size)
+        try:
+            super().__init__(**nest(values))
+        except ValidationError as error:
+            faults += [_fault_of(item["loc"], item["msg"], checked.honoured) for item in error.errors()]
+        if faults:
+            raise error_of(faults)
+        notices = (*checked.notices, *self._keys_without_effect(values))
+        known_batch_keys = frozenset(BATCH_KEYS) & values.keys()
+        self._resolution = Resolution(settings, checked.auto_keys, notices, known_batch_keys, world_size)
+        for notice in notices:
+            log_once(notice)
+
+    def _keys_without_effect(self, written: Mapping[str, object]) -> list[str]:
+        values = self._values()
+        changed = [dotted for dotted in written if values[dotted] != DEFAULTS[dotted]]
+        idle = [dotted for dotted in changed if self.stage not in STAGES_OF_KEY.get(dotted, (0, 1, 2, 3))]
+        return [f"{dotted} = {values[dotted]!r} has no effect at stage {self.stage}." for dotted in idle]
+
+    # -- queries --
+
+    @property
+    def stage(self) -> Literal[0, 1, 2, 3]:
+        """The ZeRO stage."""
+        return self.zero_optimization.stage
+
+    @property
+    def leaf_classes(self) -> tuple[str, ...]:
+        """Class names of modules that are one unit at stage 3."""
+        return self.zero_optimization.leaf_module.classes
+
+    @property
+    def leaf_names(self) -> tuple[str, ...]:
+        """Fully qualified names of modules that are one unit at stage 3."""
+        return self.zero_optimization.leaf_module.names
+
+    def is_leaf(self, module_class: type, fqn: str) -> bool:
+        """Return whether the user declared a module of this class or name one unit (`leaf_module`)."""
+        leaf, qualified_name = self.zero_optimization.leaf_module, module_class.__qualname__
+        is_named = fqn in leaf.names or (bool(leaf.name_suffixes) and fqn.endswith(leaf.name_suffixes))
+        return is_named or not {qualified_name, f"{module_class.__module__}.{qualified_name}"}.isdisjoint(
+            leaf.classes
+        )
+
+    def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype a parameter of this dtype has in its bucket: bf16 if that is on and it is real."""
+        is_cast = self.bf16.enabled and dtype in (torch.float64, torch.float32, torch.float16)
+        return torch.bfloat16 if is_cast else dtype
+
+    def grad_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the gradients of parameters of this dtype accumulate."""
+        return torch.float32 if self.data_types.grad_accum_dtype == "fp32" else param_dtype
+
+    @property
+    def auto_keys(self) -> tuple[str, ...]:
+        """Dotted keys that are "auto" and wait for a front end's value."""
+        return self._resolution.auto_keys
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What was logged while loading: replaced keys and what replaces them, keys without effect."""
+        return self._resolution.notices
+
+    def is_given(self, dotted: str) -> bool:
+        """Return whether somebody set this dotted key (a default or a derived value is not given)."""
+        return dotted in self._resolution.settings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the honoured settings as a `ds_config.json` dict that loads again to the same settings.
+
+        Left out are batch numbers nobody gave and nothing derives, and a default that the schema has as null.
+        """
+        values = self._values() | dict.fromkeys(self.auto_keys, AUTO)
+        absent = set(BATCH_KEYS) - self._resolution.known_batch_keys - {*self.auto_keys}
+        if self.data_types.grad_accum_dtype == "parameters":
+            absent.add("data_types.grad_accum_dtype")
+        return nest({dotted: value for dotted, value in values.items() if dotted not in absent})
+
+    def describe(self) -> str:
+        """Return the config as text, a line per setting with its origin, to be logged once."""
+        world_size, settings = self._resolution.world_size, self._resolution.settings
+        lines = [f"zero_strategy config, world size {world_size}:" if world_size else "zero_strategy config:"]
+        for dotted, value in self._values().items():
+            is_derived = dotted in self._resolution.known_batch_keys
+            origin = settings[dotted].origin if dotted in settings else "derived" if is_derived else "default"
+            shown = AUTO if dotted in self.auto_keys else json.dumps(value)
+            if origin != "default" or dotted not in BATCH_KEYS:
+                lines.append(f"  {dotted} = {shown}  ({origin})")
+        return "\n".join([*lines, *(f"  {notice}" for notice in self.notices)])
+
+    def _values(self) -> dict[str, object]:
+        dump = flatten(self.model_dump(mode="json"), "")
+        return {dotted: setting.value for dotted, setting in dump.items()}
+
+
+# -- helpers --
+
+
+def _field_defaults(model: type[BaseModel], prefix: str = "") -> dict[str, object]:
+    defaults: dict[str, object] = {}
+    for name, field in model.model_fields.items():
+        block = field.annotation
+        if isinstance(block, type) and issubclass(block, BaseModel):
+            defaults |= _field_defaults(block, f"{prefix}{name}.")
+        else:
+            defaults[prefix + name] = list(field.default) if field.default == () else field.default
+    return defaults
+
+
+DEFAULTS = _field_defaults(ZeroConfig)  # dotted honoured key -> default, as `_values` spells it
+FIELD_KEYS = frozenset(DEFAULTS)
+KNOWN_KEYS = FIELD_KEYS | KEY_RULES.keys()
+
+
+def _left_auto_fault(auto_keys: tuple[str, ...]) -> Fault:
+    return Fault(
+        f'Still "auto": {", ".join(auto_keys)}.',
+        'Only a front end has values for "auto", and none was given for these.',
+        "Write " + "; ".join(f"{key}: {AUTO_HINTS[key]}" for key in auto_keys) + ".",
+    )
+
+
+def _fault_of(location: tuple[int | str, ...], message: str, settings: Settings) -> Fault:
+    """Turn one of pydantic's errors into a fault with the dotted key, the value and its origin."""
+    dotted = ".".join(str(part) for part in location)
+    value, origin = settings[dotted]
+    said = message.removeprefix("Value error, ").removeprefix("Input ")
+    return Fault(
+        f"{dotted} = {value!r} (from {origin}) is not valid: it {said}.",
+        "The key does not take a value of this type or range.",
+        f"Correct it, or remove {dotted} to get its default ({json.dumps(DEFAULTS[dotted])}).",
+    )

@@ -1,0 +1,344 @@
+"""The composition root: builds the parts of the engine, owns them, and forwards to them. It has no algorithm.
+
+Read it to find which part does what; read the part to find out how.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_strategy import root_methods
+from zero_strategy.bucket import Bucket
+from zero_strategy.bucketing import check_model, plan_buckets
+from zero_strategy.checkpoint import full_weights, save_load
+from zero_strategy.comm.collectives import Collectives
+from zero_strategy.comm.ledger import Ledger
+from zero_strategy.comm.topology import Topology
+from zero_strategy.config import ZeroConfig
+from zero_strategy.errors import CheckpointError, ConfigError, ShardingError
+from zero_strategy.lifecycle import ParamLifecycle
+from zero_strategy.log import log_once
+from zero_strategy.module_buffers import BufferBroadcaster
+from zero_strategy.optim.elementwise import check_elementwise
+from zero_strategy.optim.sharded_optimizer import Place, ShardedOptimizer, StepSettings, check_params
+from zero_strategy.passes import BackwardPass, ForwardPass
+from zero_strategy.precision import Masters
+from zero_strategy.reducer import GradReducer
+
+
+class ZeroEngine:
+    """Shards a model in place and trains it; the caller goes on using the model.
+
+    Attributes:
+        model: The module that was given.
+        config: The resolved config.
+        ledger: Bytes held and bytes sent.
+        optimizers: What `shard_optimizer` has returned, in order.
+        buckets: The buckets, in order of registration.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Shard a model. Collective: every rank must call it, with a model of the same structure.
+
+        Rank 0's weights and buffers are everybody's afterwards. The model's own storages are let go of bucket by bucket.
+
+        Args:
+            model: Any module whose parameters are on one device. It is changed in place.
+            config: A config, or what `ZeroConfig.load` reads.
+            device: Where the shards live; by default where the parameters are.
+
+        Raises:
+            ConfigError: The model or the config cannot be honoured; on all ranks.
+        """
+        first = next(model.parameters(), None)
+        where = torch.device(device) if device is not None else torch.device("cpu") if first is None else first.device
+        topology = Topology(torch.device("cpu") if where.type == "meta" else where)
+        self._topology = topology
+        self.model = model
+        self.ledger = Ledger()
+        self._collectives = Collectives(topology, self.ledger)
+        self._collectives.agree(check_model(model) or _check_unused(model))
+        self.config = ZeroConfig.load(config).resolve(topology.world_size)
+        log_once(self.config.describe())
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(where)
+
+        names = {id(param): fqn for fqn, param in model.named_parameters()}
+        plans = plan_buckets(model, self.config)
+        wide = torch.float32 if self.config.data_types.grad_accum_dtype == "fp32" else None
+        self.buckets = [
+            Bucket(index, plan, self._collectives, device=where, names=names, grad_dtype=wide)
+            for index, plan in enumerate(plans)
+        ]
+        unrounded = {bucket: values for bucket in self.buckets if (values := bucket.adopt()) is not None}
+        self._masters = Masters({bucket: values for bucket, values in unrounded.items() if bucket.trainable})
+        self.optimizers: list[ShardedOptimizer] = []
+        self._places = {p: Place(bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
+
+        zero = self.config.zero_optimization
+        self._backward = BackwardPass()
+        self._forward = ForwardPass(model, self._backward)
+        self._reducer = GradReducer(
+            self.buckets,
+            self._collectives,
+            self._backward,
+            overlap=zero.overlap_comm,
+            accumulate_whole=self.config.accumulate_whole_gradients,
+        )
+        self._buffers = BufferBroadcaster(model, self._collectives, lambda: self._reducer.is_syncing)
+        self._buffers.broadcast_all()
+        if self.config.broadcast_buffers:
+            self._forward.listen(on_begin=self._buffers.before_forward)
+        self._lifecycle = ParamLifecycle(
+            [(b, plan.modules) for b, plan in zip(self.buckets, plans, strict=True) if b.policy.shard_params],
+            self._forward,
+            self._backward,
+            prefetch_numel=zero.stage3_prefetch_bucket_size,
+        )
+        self._finish_construction()
+
+    def _finish_construction(self) -> None:
+        root_methods.install(self.model, self.no_sync, self.zero_grad)
+        self._load_hook = self.model.register_load_state_dict_post_hook(self._on_load_state_dict)
+        for bucket in self.buckets:
+            self.ledger.watch(bucket.memory)
+        self.ledger.watch(self._masters.memory)
+        self.ledger.reset()
+
+    def shard_optimizer(self, optimizer: Optimizer) -> ShardedOptimizer:
+        """Make an optimizer update this rank's slices only.
+
+        Args:
+            optimizer: Any element-wise optimizer over parameters of the model; may be called once per optimizer,
+                each over its own parameters.
+
+        Returns:
+            The optimizer to use from now on.
+
+        Raises:
+            ConfigError: It is not element-wise, or holds parameters that are not the model's or not trainable.
+        """
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        error = check_elementwise(optimizer) or check_params(params, self._places) or self._check_unclaimed(params)
+        self._collectives.agree(error)
+        settings = StepSettings(
+            before_step=self._before_step,
+            gradient_clipping=self.config.gradient_clipping,
+            sub_group_numel=self.config.zero_optimization.sub_group_size,
+        )
+        sharded = ShardedOptimizer(optimizer, self._places, self._masters, self._collectives, settings)
+        self.optimizers.append(sharded)
+        self.ledger.watch(sharded.memory)
+        return sharded
+
+    # -- runtime --
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Compute and reduce gradients: `loss.backward()`, and no hang if the loss depends on no parameter here."""
+        before = self._backward.num_ended
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        if self._backward.num_ended == before:
+            self._backward.end_unseen()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backwards accumulate and do not end the accumulation window."""
+        return self._reducer.no_sync()
+
+    def forward_scope(self) -> AbstractContextManager[None]:
+        """Return a context that counts as a forward of the root, for methods that are not `forward`."""
+        return self._forward.scope()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the whole model."""
+        self._backward.check()
+        for bucket in self.buckets:
+            bucket.clear_grads()
+        for param in self.model.parameters():
+            if param.grad is not None:
+                param.grad = None
+
+    def _before_step(self) -> None:
+        self._backward.check()
+        self._lifecycle.release_idle()
+
+    # -- whole values --
+
+    @contextmanager
+    def unsharded_params(self, writeback: bool = False) -> Iterator[None]:
+        """Make all parameters whole for a block of code. Collective, also at the end if `writeback`.
+
+        Args:
+            writeback: Keep what the block has written, rank 0's on all ranks, in the shards and the masters. Otherwise
+                the block must not write: at stage 3 it would be lost, below it would be overwritten by the next step.
+        """
+        sharded = [bucket for bucket in self.buckets if bucket.policy.shard_params]
+        self._lifecycle.hold(sharded)
+        try:
+            yield
+            if writeback:
+                for bucket in self.buckets:
+                    bucket.take_written()
+                self._masters.refresh()
+        finally:
+            self._lifecycle.let_go(sharded)
+
+    def full_grad(self, param: nn.Parameter) -> Tensor | None:
+        """Return the averaged gradient of a parameter, whole. Collective.
+
+        Args:
+            param: One of the model's parameters.
+
+        Returns:
+            A copy of the parameter's shape, or None if no rank has used it since the gradients were cleared.
+
+        Raises:
+            ShardingError: It is not one of the model's parameters.
+        """
+        place = self._places.get(param)
+        if place is None:
+            raise ShardingError(
+                what=f"The tensor of shape {tuple(param.shape)} is no parameter of the sharded model.",
+                why="The engine knows the gradients of its own parameters only.",
+                fix="Pass one of `model.parameters()`.",
+            )
+        bucket, index = place
+        if bucket.grad_shard is None or not bucket.has_grad[index]:
+            return None
+        return bucket.views(bucket.gather_shards(bucket.grad_shard))[index].clone()
+
+    def full_state_dict(self, dtype: torch.dtype | None = None, trainable_only: bool = False) -> dict[str, Any]:
+        """Gather whole weights. Collective; memory for one bucket besides the result.
+
+        Args:
+            dtype: Cast floating-point parameters to this; by default they keep theirs.
+            trainable_only: Leave out frozen parameters and buffers.
+
+        Returns:
+            On rank 0 CPU tensors under the very keys of `model.state_dict()`, tied names sharing one tensor; on other
+            ranks {}.
+        """
+        return full_weights.gather(
+            self.model, self.buckets, self._collectives, dtype=dtype, trainable_only=trainable_only
+        )
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> full_weights.LoadResult:
+        """Take over whole weights and buffers, masters included. Collective.
+
+        Args:
+            state_dict: As `model.state_dict()` has it. Rank 0's is used; other ranks may pass {}.
+            strict: Refuse missing and unexpected names instead of returning them.
+
+        Raises:
+            CheckpointError: Shapes differ, or names do and `strict`.
+        """
+        result = full_weights.scatter(self.model, self.buckets, self._masters, state_dict, self._collectives)
+        if strict and (result.missing_keys or result.unexpected_keys):
+            raise CheckpointError(
+                what=f"The weights do not fit the model: missing {result.missing_keys[:5]}, unexpected "
+                f"{result.unexpected_keys[:5]} ({len(result.missing_keys)} and {len(result.unexpected_keys)} names).",
+                why="With strict=True every name must have its match. What did match has been loaded.",
+                fix="Load them into the model they were saved from, or pass strict=False and look at the result.",
+            )
+        return result
+
+    def sync_masters_from_params(self) -> None:
+        """Take over the parameters' values after something other than the optimizer has written them in place."""
+        self._masters.refresh()
+
+    # -- checkpoints --
+
+    def save_checkpoint(self, path: str | os.PathLike[str], extra: Any = None) -> None:
+        """Write weights, masters, optimizers and `extra` into a folder. Collective.
+
+        Args:
+            path: The folder; made if missing. A checkpoint that is there stays valid until the new one is complete.
+            extra: Nested dicts and lists of JSON values and tensors. Rank 0's is kept.
+
+        Raises:
+            CheckpointError: Something cannot be written; on all ranks.
+        """
+        save_load.save(self._parts(), os.fspath(path), extra)
+
+    def load_checkpoint(self, path: str | os.PathLike[str]) -> Any:
+        """Take over a checkpoint, saved at whatever world size, stage and bucket size. Collective.
+
+        Returns:
+            The `extra` it was saved with.
+
+        Raises:
+            CheckpointError: It is missing, incomplete, damaged, or of another model; on all ranks.
+        """
+        extra = save_load.load(self._parts(), os.fspath(path))
+        self._lifecycle.release_idle()
+        return extra
+
+    def _parts(self) -> save_load.Parts:
+        return save_load.Parts(
+            model=self.model,
+            buckets=self.buckets,
+            masters=self._masters,
+            optimizers=self.optimizers,
+            collectives=self._collectives,
+            stage=self.config.stage,
+        )
+
+    # -- end --
+
+    def close(self) -> None:
+        """Take everything off the model that the engine has put on it, and give the process groups back.
+
+        Not collective. At stage 3 the parameters stay sharded: take what you need before.
+        """
+        root_methods.remove(self.model)
+        self._load_hook.remove()
+        self._forward.close()
+        self._lifecycle.close()
+        self._reducer.close()
+        self._topology.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ShardingError(
+            what="A ZeroEngine was deep-copied.",
+            why="It holds process groups and is tied to one model.",
+            fix="Build another engine for the copy of the model; copy the model before it is sharded.",
+        )
+
+    # -- helpers --
+
+    def _on_load_state_dict(self, module: nn.Module, incompatible: Any) -> None:
+        self._masters.refresh()
+
+    def _check_unclaimed(self, params: list[nn.Parameter]) -> ConfigError | None:
+        claimed = {id(param) for optimizer in self.optimizers for param in optimizer.params()}
+        for param in params:
+            if id(param) in claimed:
+                bucket, index = self._places[param]
+                return ConfigError(
+                    what=f"Parameter {bucket.layout.params[index].fqn!r} belongs to an optimizer of this engine already.",
+                    why="Two optimizers would update the same master weights.",
+                    fix="Give each parameter to one optimizer, and call shard_optimizer once for each.",
+                )
+        return None
+
+
+def _check_unused(model: nn.Module) -> ConfigError | None:
+    if "no_sync" in model.__dict__:
+        return ConfigError(
+            what=f"This {type(model).__name__} is sharded already.",
+            why="A model has one engine.",
+            fix="Use the engine it has, or call its close() first (below stage 3).",
+        )
+    return None

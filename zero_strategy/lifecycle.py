@@ -1,0 +1,189 @@
+"""The parameter side of stage 3: whole around use, sharded in between.
+
+Hooks on the modules that need a bucket make it whole before their forward and let go of it after; hooks on their outputs
+make it whole again before their backward. Buckets of the root stay whole from its forward to the end of the backward.
+The next bucket of the last iteration's order is gathered ahead. Below stage 3 there is nothing to do and no hook.
+
+[Note: When a bucket may go]
+In a forward, when no module that uses it is running. In a backward, when another one is needed (autograd works through
+one unit after the other, the latest first, so the former is done; should it not be, its modules' output hooks ask for
+it again), and at the end. So two buckets and the root are whole at once: the one in use and the one gathered ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy import compat
+from zero_strategy.bucket import Bucket
+from zero_strategy.comm.collectives import Handle
+from zero_strategy.passes import BackwardPass, ForwardPass
+from zero_strategy.tensors import tensors_in
+
+
+class ParamLifecycle:
+    """Makes sharded buckets whole for the modules that use them, and no longer.
+
+    Attributes:
+        order: The buckets gathered since the iteration began, in order.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[tuple[Bucket, Sequence[nn.Module]]],
+        forward: ForwardPass,
+        backward: BackwardPass,
+        *,
+        prefetch_numel: int,
+    ) -> None:
+        """Register the hooks.
+
+        Args:
+            buckets: Each sharded bucket with the modules that need it.
+            forward: Tells when a forward of the root begins and ends.
+            backward: Is told when a backward begins, and tells when it ends.
+            prefetch_numel: Elements that may be gathered ahead; 0 for none.
+        """
+        self._buckets = [bucket for bucket, _ in buckets]
+        self._roots = [bucket for bucket in self._buckets if bucket.is_root]
+        self._backward = backward
+        self._prefetch_numel = prefetch_numel
+        self._num_users = {bucket: 0 for bucket in self._buckets}
+        self._under_way: dict[Bucket, Handle] = {}
+        self._plans: dict[bool, list[Bucket]] = {True: [], False: []}
+        self._plan: list[Bucket] | None = None
+        self.order: list[Bucket] = []
+        self._hooks = [hook for module, used in _by_module(buckets) for hook in self._register(module, used)]
+        if self._buckets:
+            forward.listen(on_begin=self._on_forward_begin, on_end=self._on_forward_end)
+            backward.listen(on_end=self._on_backward_end, on_abort=self._on_backward_end)
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # -- runtime --
+
+    def _pre_forward(self, used: Sequence[Bucket], module: nn.Module, args: Any) -> None:
+        self.hold(used)
+
+    def _post_forward(self, used: Sequence[Bucket], module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._pre_backward, used))
+        self.let_go(used)
+
+    def _pre_backward(self, used: Sequence[Bucket], grad: Tensor) -> None:
+        self._backward.begin()
+        for bucket in used:
+            self._make_whole(bucket)
+
+    def _on_forward_begin(self) -> None:
+        self.hold(self._roots)
+
+    def _on_forward_end(self) -> None:
+        self.let_go(self._roots)
+        if not torch.is_grad_enabled():
+            self._end_iteration(grad_enabled=False)
+
+    def _on_backward_end(self) -> None:
+        self.release_idle()
+        self._end_iteration(grad_enabled=True)
+
+    # -- holding --
+
+    def hold(self, buckets: Sequence[Bucket]) -> None:
+        """Make buckets whole, and keep them so until `let_go` has been called as often. Collective."""
+        for bucket in buckets:
+            self._num_users[bucket] += 1
+            self._make_whole(bucket)
+
+    def let_go(self, buckets: Sequence[Bucket]) -> None:
+        """Undo one `hold`; a bucket that nobody holds is resharded, unless a backward will need it at once."""
+        in_backward = compat.current_backward() != -1
+        for bucket in buckets:
+            self._num_users[bucket] -= 1
+            stays = bucket.is_root and torch.is_grad_enabled()
+            if bucket.is_whole and not (self._num_users[bucket] or stays or in_backward):
+                bucket.reshard()
+
+    def release_idle(self) -> None:
+        """Reshard every bucket that nobody holds, and let go of what was gathered ahead."""
+        self._drop_under_way()
+        for bucket in self._buckets:
+            if bucket.is_whole and not self._num_users[bucket]:
+                bucket.reshard()
+
+    # -- gathering --
+
+    def _make_whole(self, bucket: Bucket) -> None:
+        if bucket.is_whole:
+            return
+        self._follow_plan(bucket)
+        if compat.current_backward() != -1:
+            self._make_room(bucket)
+        handle = self._under_way.pop(bucket, None) or bucket.start_unshard()
+        bucket.finish_unshard(handle)
+        self.order.append(bucket)
+        self._gather_ahead()
+
+    def _make_room(self, wanted: Bucket) -> None:
+        """Let go of the units a backward has passed. See [Note: When a bucket may go]."""
+        for bucket in self._buckets:
+            if bucket.is_whole and not (bucket.is_root or self._num_users[bucket] or bucket is wanted):
+                bucket.reshard()
+
+    def _follow_plan(self, bucket: Bucket) -> None:
+        """Check the plan against what is really needed; a plan that has gone wrong is dropped without a word."""
+        if not self.order:
+            self._plan = self._plans[torch.is_grad_enabled()]
+        position = len(self.order)
+        if self._plan is not None and (position >= len(self._plan) or self._plan[position] is not bucket):
+            self._plan = None
+            ahead = self._under_way.pop(bucket, None)
+            self._drop_under_way()
+            if ahead is not None:
+                self._under_way[bucket] = ahead
+
+    def _gather_ahead(self) -> None:
+        """Start gathering the next bucket of the plan, so that it travels while this one computes."""
+        position = len(self.order)
+        if self._plan is None or position >= len(self._plan) or self._under_way:
+            return
+        bucket = self._plan[position]
+        if not bucket.is_whole and bucket.layout.padded_numel <= self._prefetch_numel:
+            self._under_way[bucket] = bucket.start_unshard()
+
+    def _drop_under_way(self) -> None:
+        under_way, self._under_way = self._under_way, {}
+        for bucket, handle in under_way.items():
+            bucket.drop_gather(handle)
+
+    def _end_iteration(self, grad_enabled: bool) -> None:
+        self._drop_under_way()
+        self._plans[grad_enabled] = self.order
+        self.order = []
+
+    # -- helpers --
+
+    def _register(self, module: nn.Module, used: list[Bucket]) -> list[torch.utils.hooks.RemovableHandle]:
+        # A recomputation may end by an exception, and `always_call` lets go all the same.
+        return [
+            module.register_forward_pre_hook(partial(self._pre_forward, used)),
+            module.register_forward_hook(partial(self._post_forward, used), always_call=True),
+        ]
+
+
+def _by_module(buckets: Sequence[tuple[Bucket, Sequence[nn.Module]]]) -> list[tuple[nn.Module, list[Bucket]]]:
+    users: dict[nn.Module, list[Bucket]] = {}
+    for bucket, modules in buckets:
+        for module in modules:
+            users.setdefault(module, []).append(bucket)
+    return list(users.items())

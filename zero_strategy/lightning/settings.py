@@ -1,0 +1,134 @@
+"""One truth where two places can set the same thing: the config and Lightning's Trainer.
+
+Called by the strategy before it builds an engine. The Trainer decides precision, accumulation and clipping; a
+config that says something else is refused rather than one of the two ignored, and "auto" takes the Trainer's
+value. Must not know the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zero_strategy.config import ZeroConfig
+from zero_strategy.config_source import BATCH_KEYS
+from zero_strategy.errors import ConfigError
+
+
+def load_config(stage: int | None, source: Any, keywords: Mapping[str, Any]) -> ZeroConfig:
+    """Read what a strategy was constructed with.
+
+    Args:
+        stage: Beats the source; None takes the source's stage, or 3.
+        source: A path, a dict, a `ZeroConfig` or None.
+        keywords: Settings that beat the source.
+
+    Returns:
+        The config, not resolved: "auto" waits for the Trainer.
+    """
+    config = ZeroConfig.load(source, stage=stage, **keywords)
+    if config.is_given("zero_optimization.stage"):
+        return config
+    return ZeroConfig.load(config, stage=3)
+
+
+def resolve_for_trainer(config: ZeroConfig, trainer: Any, precision: str, world_size: int) -> ZeroConfig:
+    """Complete a config with the Trainer's values.
+
+    Args:
+        config: As the user wrote it.
+        trainer: The Trainer that is about to run.
+        precision: Of the precision plugin, such as "bf16-true".
+        world_size: Number of ranks.
+
+    Returns:
+        The resolved config, its `gradient_accumulation_steps` the Trainer's.
+
+    Raises:
+        ConfigError: Config and Trainer contradict each other.
+    """
+    num_micro_batches = trainer.accumulate_grad_batches
+    batch_size = _loader_batch_size(trainer)
+    resolved = config.resolve(
+        world_size,
+        auto={
+            "train_micro_batch_size_per_gpu": batch_size,
+            "gradient_accumulation_steps": num_micro_batches,
+            "train_batch_size": batch_size * num_micro_batches * world_size,
+            "gradient_clipping": float(trainer.gradient_clip_val or 0.0),
+            "bf16.enabled": precision == "bf16-true",
+            "fp16.enabled": False,
+        },
+    )
+    _check_precision(resolved, precision)
+    _check_clipping(resolved, trainer)
+    if not trainer.lightning_module.automatic_optimization:
+        return resolved  # the module accumulates as it likes
+    return _check_accumulation(resolved, num_micro_batches).resolve(world_size)
+
+
+def shards_alike(first: ZeroConfig, second: ZeroConfig) -> bool:
+    """Whether an engine built with one config does what the other asks for.
+
+    Args:
+        first: A config.
+        second: Another one.
+
+    Returns:
+        True if they differ in batch numbers at most, which an engine does not use.
+    """
+    ours, theirs = ({k: v for k, v in c.to_dict().items() if k not in BATCH_KEYS} for c in (first, second))
+    return ours == theirs
+
+
+def _check_precision(config: ZeroConfig, precision: str) -> None:
+    enabled = config.bf16.enabled
+    if not config.is_given("bf16.enabled") or enabled == (precision == "bf16-true"):
+        return
+    raise ConfigError(
+        what=f"The config has bf16.enabled = {enabled}, and the Trainer has precision={precision!r}.",
+        why="bf16.enabled means bf16 parameters with fp32 masters: the Trainer's precision='bf16-true'.",
+        fix="Pass Trainer(precision='bf16-true')."
+        if enabled
+        else "Set bf16.enabled to true, 'auto', or leave it out.",
+    )
+
+
+def _check_clipping(config: ZeroConfig, trainer: Any) -> None:
+    value, algorithm = (
+        trainer.gradient_clip_val,
+        str(getattr(trainer.gradient_clip_algorithm, "value", "norm")),
+    )
+    if value is None or not config.is_given("gradient_clipping"):
+        return
+    if value == config.gradient_clipping and algorithm == "norm":
+        return
+    raise ConfigError(
+        what=f"The config has gradient_clipping = {config.gradient_clipping}, and the Trainer has "
+        f"gradient_clip_val={value}, gradient_clip_algorithm={algorithm!r}.",
+        why="Gradients are clipped once a step, by the norm given in one of the two places.",
+        fix="Give one of them, or the same norm in both.",
+    )
+
+
+def _check_accumulation(config: ZeroConfig, num_micro_batches: int) -> ZeroConfig:
+    said = config.gradient_accumulation_steps
+    if not config.is_given("gradient_accumulation_steps"):
+        return ZeroConfig.load(config, gradient_accumulation_steps=num_micro_batches)
+    if said == num_micro_batches:
+        return config
+    raise ConfigError(
+        what=f"The config has gradient_accumulation_steps = {said}, and the Trainer has "
+        f"accumulate_grad_batches={num_micro_batches}.",
+        why="The Trainer counts micro-batches and divides the loss, so only its number can have an effect.",
+        fix=f"Pass Trainer(accumulate_grad_batches={said}), or leave the key out of the config.",
+    )
+
+
+def _loader_batch_size(trainer: Any) -> int:
+    """Return the batch size of the loader given to `fit`, or 1 if not known yet; only "auto" asks for it."""
+    loader = (
+        trainer.fit_loop._data_source.instance
+    )  # a loader, or a module or datamodule that makes one later
+    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else 1

@@ -1,0 +1,43 @@
+"""Gradient clipping on slices: the same norm and the same coefficient on every rank.
+
+Norms are computed in fp64 and rounded once, so that they do not depend on stage, world size or bucket size. Pure
+functions over the slices that a rank holds; the sum over ranks is the caller's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from zero_strategy.comm.collectives import Collectives
+
+_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_, so that the coefficient is the same
+
+
+def global_norm(slices: Iterable[Tensor], norm_type: float, collectives: Collectives) -> Tensor:
+    """Return the norm over all ranks' slices, each element counted once. Collective.
+
+    Args:
+        slices: This rank's gradients; no two ranks hold the same element.
+        norm_type: The p of the p-norm; `inf` for the largest absolute value.
+        collectives: For the sum over ranks.
+
+    Returns:
+        [] fp32
+    """
+    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in slices]
+    own = torch.stack(norms).cpu() if norms else torch.zeros(1, dtype=torch.float64)
+    if math.isinf(norm_type):
+        total = collectives.stack(own.max().reshape(1)).max()
+    else:
+        power_sum = own.pow(norm_type).sum().reshape(1)
+        total = collectives.sum_in_rank_order(power_sum).pow(1.0 / norm_type).squeeze()
+    return total.to(torch.float32)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return what to multiply gradients by so that their norm is at most `max_norm`, [] fp32, never above 1."""
+    return torch.clamp(max_norm / (norm + _EPS), max=1.0)

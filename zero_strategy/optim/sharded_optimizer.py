@@ -1,0 +1,352 @@
+"""The user's optimizer, run on this rank's slices.
+
+Param groups hold the user's parameters, as ever: schedulers write to them, callbacks read them. Only inside `step()` they
+hold this rank's slices of the master weights instead, each with its reduced gradient, and the user's own class updates
+those. So any element-wise optimizer works, with its own state, and a slice without a gradient is skipped as a parameter
+without one would be.
+
+Invariant: no method but `step` assigns to `self`. Lightning's wrapper runs them with itself as `self`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_strategy.bucket import Bucket
+from zero_strategy.comm.collectives import Collectives
+from zero_strategy.comm.ledger import MemoryUse
+from zero_strategy.errors import ConfigError
+from zero_strategy.layout import ShardSlice
+from zero_strategy.optim import full_state
+from zero_strategy.optim.clip import clip_coefficient, global_norm
+from zero_strategy.precision import Masters
+
+
+class Place(NamedTuple):
+    """Where a parameter lies."""
+
+    bucket: Bucket
+    index: int  # which parameter of the bucket
+
+
+class SliceState(NamedTuple):
+    """One entry of the optimizer's state for one slice."""
+
+    fqn: str
+    piece: ShardSlice
+    key: str
+    value: Any  # Tensor of [piece.numel], or a 0-d tensor or a number that all slices of the parameter share
+
+
+@dataclass
+class StepSettings:
+    """What the engine decides about a step.
+
+    Attributes:
+        before_step: Called when a step begins; lets go of whole parameters that are about to be outdated.
+        gradient_clipping: Norm to clip at in `step()` if nobody has clipped since the last one; 0 for none.
+        sub_group_numel: Master elements stepped at a time; bounds the fp32 copies of 16-bit gradients.
+    """
+
+    before_step: Callable[[], None]
+    gradient_clipping: float = 0.0
+    sub_group_numel: int = 1_000_000_000
+
+
+@dataclass
+class _Run:
+    """The part of the optimizer that changes, apart from its state and param groups."""
+
+    collectives: Collectives
+    settings: StepSettings
+    places: dict[nn.Parameter, Place]
+    masters: Masters
+    was_clipped: bool = False
+    clip_coefficient: float = 1.0
+    step_was_skipped: bool = False
+    slices: dict[nn.Parameter, list[tuple[ShardSlice, Tensor]]] = field(default_factory=dict)
+
+
+class ShardedOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` that updates what this rank owns and makes the parameters agree.
+
+    Shares `param_groups`, `state` and `defaults` with the user's optimizer; `state` is keyed by slices.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        places: dict[nn.Parameter, Place],
+        masters: Masters,
+        collectives: Collectives,
+        settings: StepSettings,
+    ) -> None:
+        """Wrap an optimizer whose parameters have been sharded; `check_optimizer` must have passed.
+
+        Args:
+            inner: The user's optimizer.
+            places: Where each parameter of the engine lies.
+            masters: Gives the master weights of a bucket.
+            collectives: For norms and for publishing.
+            settings: What the engine decides.
+        """
+        self._inner = inner
+        self._run = _Run(collectives, settings, places, masters)
+        super().__init__(inner.param_groups, inner.defaults)
+        self.state = inner.state
+        self.defaults = inner.defaults
+        self._slice_state()
+
+    # -- runtime --
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the weights from the reduced gradients.
+
+        Args:
+            closure: Computes the loss and its gradients; called first, as by any torch optimizer.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        run = self._run
+        run.settings.before_step()
+        if run.settings.gradient_clipping and not run.was_clipped:
+            self.clip_grad_norm_(run.settings.gradient_clipping)
+        publishing = []
+        with torch.no_grad():
+            for sub_group in self._sub_groups():
+                self._update(sub_group)
+                publishing += [bucket.start_publish() for bucket in sub_group]
+        for handle in publishing:
+            if handle is not None:
+                handle.wait()
+        run.was_clipped = False
+        return loss
+
+    def _update(self, buckets: Sequence[Bucket]) -> None:
+        """Step the user's optimizer over the slices of a few buckets."""
+        run = self._run
+        stepped = []
+        users_params = [group["params"] for group in self.param_groups]
+        try:
+            for group, params in zip(self.param_groups, users_params, strict=True):
+                inside = [param for param in params if run.places[param].bucket in buckets]
+                group["params"] = [weight for param in inside for weight in self._give_grads(param)]
+                stepped += group["params"]
+            self._inner.step()
+        finally:
+            for group, params in zip(self.param_groups, users_params, strict=True):
+                group["params"] = params
+            for weight in stepped:
+                weight.grad = None
+        for bucket in buckets:
+            run.masters.of(bucket).round_into_shard()
+
+    def _give_grads(self, param: nn.Parameter) -> Iterator[Tensor]:
+        """Yield this rank's slices of a parameter, each with its reduced gradient as its `.grad`."""
+        bucket = self._run.places[param].bucket
+        for piece, weight in self._run.slices.get(param, ()):
+            grad = bucket.grad_slice(piece)
+            weight.grad = None if grad is None else grad.to(weight.dtype)
+            yield weight
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of this optimizer so that their global norm is at most `max_norm`. Collective.
+
+        Args:
+            max_norm: The bound; `inf` only measures.
+            norm_type: The p of the p-norm.
+
+        Returns:
+            [] fp32, the norm *before* clipping, over all ranks, each element counted once. What the gradients were
+            multiplied by is `clip_coefficient`.
+        """
+        run = self._run
+        own = (grad for bucket, wanted in self._params_of() for grad in bucket.own_grads(wanted))
+        norm = global_norm(own, float(norm_type), run.collectives)
+        run.clip_coefficient = float(clip_coefficient(norm, float(max_norm)))
+        run.was_clipped = True
+        # A coefficient of NaN must spoil the gradients, as it would in torch; so this asks for "not 1".
+        if run.clip_coefficient != 1.0:
+            for grad in self._grads():
+                grad.mul_(run.clip_coefficient)
+        return norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of the averaged gradients to [-clip_value, clip_value]."""
+        self._run.was_clipped = True
+        for grad in self._grads():
+            grad.clamp_(-clip_value, clip_value)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this optimizer's parameters.
+
+        Args:
+            set_to_none: Accepted for torch's sake; there is no tensor here that a caller could hold on to.
+        """
+        for bucket, wanted in self._params_of():
+            bucket.clear_grads(wanted)
+
+    # -- state --
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in torch's own format, whole tensors by parameter index. Collective.
+
+        Returns:
+            On rank 0 everything, on the CPU; elsewhere the param groups and an empty `state`.
+        """
+        return full_state.gather(self, self._run.collectives)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state in torch's own format, such as plain AdamW's. Collective.
+
+        Args:
+            state_dict: Rank 0's is used; the other ranks may pass the same, or anything.
+
+        Raises:
+            CheckpointError: It belongs to other param groups or parameters.
+        """
+        full_state.scatter(self, state_dict, self._run.collectives)
+
+    def slice_states(self) -> Iterator[SliceState]:
+        """Yield this rank's state, slice by slice."""
+        for param, slices in self._run.slices.items():
+            place = self._run.places[param]
+            fqn = place.bucket.layout.params[place.index].fqn
+            for piece, weight in slices:
+                for key, value in self.state.get(weight, {}).items():
+                    yield SliceState(fqn, piece, key, value)
+
+    def slices_of(self, param: nn.Parameter) -> list[tuple[ShardSlice, Tensor]]:
+        """Return this rank's slices of a parameter, each with its master weights."""
+        return self._run.slices.get(param, [])
+
+    def place_of(self, param: nn.Parameter) -> Place:
+        """Return where one of the optimizer's parameters lies."""
+        return self._run.places[param]
+
+    # -- queries --
+
+    @property
+    def clip_coefficient(self) -> float:
+        """What the last clipping by norm multiplied the gradients by; 1.0 if it left them alone."""
+        return self._run.clip_coefficient
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last `step()` was not applied because of an overflow."""
+        return self._run.step_was_skipped
+
+    @property
+    def user_class(self) -> str:
+        """The name of the user's optimizer class."""
+        return type(self._inner).__name__
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets that hold a parameter of this optimizer."""
+        return list(dict.fromkeys(self._run.places[param].bucket for param in self.params()))
+
+    def params(self) -> Iterator[nn.Parameter]:
+        """Yield the user's parameters, in the order of the param groups."""
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def memory(self) -> MemoryUse:
+        """Return the bytes of the optimizer's state; step counters and the like are told apart as `scalars`."""
+        use = MemoryUse()
+        for entry in self.slice_states():
+            if isinstance(entry.value, Tensor):
+                nbytes = entry.value.numel() * entry.value.element_size()
+                if entry.value.dim():
+                    use.optimizer += nbytes
+                else:
+                    use.scalars += nbytes
+        return use
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters of the same engine, as for any torch optimizer.
+
+        Raises:
+            ConfigError: One of them is not the engine's, or is frozen.
+        """
+        error = check_params(param_group["params"], self._run.places)
+        if error is not None:
+            raise error
+        super().add_param_group(param_group)
+        if not any(group is param_group for group in self._inner.param_groups):
+            self._inner.param_groups.append(param_group)
+        for param in param_group["params"]:
+            place = self._run.places[param]
+            self._run.slices[param] = [
+                (piece, weight)
+                for piece, weight in zip(place.bucket.slices, self._run.masters.of(place.bucket).slices, strict=True)
+                if piece.param_index == place.index
+            ]
+
+    # -- helpers --
+
+    def _slice_state(self) -> None:
+        """Cut state that the optimizer has already (it was stepped before it was sharded) into slices."""
+        for param in self.params():
+            whole = self.state.pop(param, None)
+            for piece, weight in self._run.slices[param] if whole else []:
+                self.state[weight] = {
+                    key: full_state.cut(value, param.numel(), piece) for key, value in whole.items()
+                }
+
+    def _params_of(self) -> Iterator[tuple[Bucket, set[int]]]:
+        wanted: dict[Bucket, set[int]] = {}
+        for param in self.params():
+            place = self._run.places[param]
+            wanted.setdefault(place.bucket, set()).add(place.index)
+        yield from wanted.items()
+
+    def _grads(self) -> Iterator[Tensor]:
+        for param in self.params():
+            for piece, _ in self._run.slices[param]:
+                grad = self._run.places[param].bucket.grad_slice(piece)
+                if grad is not None:
+                    yield grad
+
+    def _sub_groups(self) -> Iterator[list[Bucket]]:
+        chunk: list[Bucket] = []
+        filled = 0
+        for bucket in self.buckets:
+            if chunk and filled + bucket.owned_numel > self._run.settings.sub_group_numel:
+                yield chunk
+                chunk, filled = [], 0
+            chunk.append(bucket)
+            filled += bucket.owned_numel
+        yield chunk
+
+
+def check_params(params: Iterable[nn.Parameter], places: dict[nn.Parameter, Place]) -> ConfigError | None:
+    """Return why parameters cannot be optimized by this engine, or None."""
+    for position, param in enumerate(params):
+        place = places.get(param)
+        if place is None:
+            return ConfigError(
+                what=f"The optimizer holds a parameter that the sharded model does not have: number {position}, of shape "
+                f"{tuple(param.shape)}.",
+                why="Its gradient would never be reduced, so each rank would train its own copy.",
+                fix="Build the optimizer from the parameters of the model that was given to ZeroEngine, and one engine "
+                "for each model.",
+            )
+        if not place.bucket.trainable:
+            return ConfigError(
+                what=f"The optimizer holds the frozen parameter {place.bucket.layout.params[place.index].fqn!r}.",
+                why="It did not require a gradient when the model was sharded, so it has no place for one.",
+                fix="Give the optimizer only parameters with requires_grad=True, or set it before building the engine.",
+            )
+    return None

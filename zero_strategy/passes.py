@@ -1,0 +1,129 @@
+"""When a forward of the root begins and ends, and when a backward begins and ends.
+
+Autograd tells nobody that a backward starts, a user may call any submodule or method instead of the root, and Lightning
+calls `training_step`. These two classes turn all that into four events; they know neither parameters nor gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero_strategy import compat
+from zero_strategy.tensors import tensors_in
+
+
+class BackwardPass:
+    """Knows whether a backward is running, and tells its listeners when it has ended.
+
+    A backward that runs inside another (re-entrant checkpointing) is part of it.
+
+    Attributes:
+        is_running: From the first hook of a backward to its end.
+        num_ended: How many backwards have ended.
+    """
+
+    def __init__(self) -> None:
+        self.is_running = False
+        self.num_ended = 0
+        self._on_end: list[Callable[[], None]] = []
+        self._on_abort: list[Callable[[], None]] = []
+
+    def listen(self, *, on_end: Callable[[], None], on_abort: Callable[[], None]) -> None:
+        """Register a listener; listeners are called in the order of their registration.
+
+        Args:
+            on_end: Called on the thread of the backward when all gradients are there.
+            on_abort: Called when it turns out that a backward has died on the way.
+        """
+        self._on_end.append(on_end)
+        self._on_abort.append(on_abort)
+
+    def begin(self) -> None:
+        """Note that a backward is running; to be called from any of autograd's hooks, as often as they fire."""
+        if not self.is_running:
+            self.is_running = True
+            compat.at_end_of_backward(self._end)
+
+    def end_unseen(self) -> None:
+        """End a backward in which no hook has fired: other ranks may have had gradients and wait for this one."""
+        self.is_running = True
+        self._end()
+
+    def check(self) -> None:
+        """Clean up after a backward that raised, if there was one; called wherever no backward can be running."""
+        if self.is_running and compat.current_backward() == -1:
+            self.is_running = False
+            for abort in self._on_abort:
+                abort()
+
+    def _end(self) -> None:
+        # If a listener raises, `is_running` stays and `check` cleans up.
+        for end in self._on_end:
+            end()
+        self.is_running = False
+        self.num_ended += 1
+
+
+class ForwardPass:
+    """Knows whether a forward of the root is running, and tells its listeners when it begins and ends."""
+
+    def __init__(self, model: nn.Module, backward: BackwardPass) -> None:
+        self._backward = backward
+        self._depth = 0
+        self._on_begin: list[Callable[[], None]] = []
+        self._on_end: list[Callable[[], None]] = []
+        self._handles = [
+            model.register_forward_pre_hook(self._pre_forward),
+            model.register_forward_hook(self._post_forward, always_call=True),
+        ]
+
+    def listen(self, *, on_begin: Callable[[], None], on_end: Callable[[], None] | None = None) -> None:
+        """Register a listener for the outermost forward."""
+        self._on_begin.append(on_begin)
+        if on_end is not None:
+            self._on_end.append(on_end)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Treat a block of code as a forward of the root."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._exit()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _pre_forward(self, module: nn.Module, args: Any) -> None:
+        self._enter()
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._exit()
+        # The outermost graph node of the model: the earliest sign of a backward, and outside of any checkpoint.
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._on_output_grad)
+
+    def _on_output_grad(self, grad: Tensor) -> None:
+        self._backward.begin()
+
+    def _enter(self) -> None:
+        self._depth += 1
+        # Recomputation by a checkpoint calls the root again inside a backward, which is no new forward.
+        if self._depth == 1 and compat.current_backward() == -1:
+            self._backward.check()
+            for begin in self._on_begin:
+                begin()
+
+    def _exit(self) -> None:
+        self._depth -= 1
+        if self._depth == 0 and compat.current_backward() == -1:
+            for end in self._on_end:
+                end()

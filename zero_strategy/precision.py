@@ -1,0 +1,104 @@
+"""Master weights: the fp32 copy of a 16-bit shard that the optimizer updates.
+
+One `MasterShard` per trainable bucket, owned by the optimizer that trains it. fp32 (and fp64) parameters are their own
+master: the same class, no copy. Source: Micikevicius et al., arXiv:1710.03740, section 3.1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zero_strategy.bucket import Bucket
+from zero_strategy.comm.ledger import MemoryUse
+
+
+class MasterShard:
+    """What the optimizer updates of one bucket, slice by slice.
+
+    Attributes:
+        weights: [owned_numel] fp32 (the parameters' dtype where that is fp32 or wider).
+        slices: One view of `weights` per slice of the bucket, in the bucket's order; the tensors that the optimizer's
+            state is keyed by.
+    """
+
+    def __init__(self, bucket: Bucket, unrounded: Tensor | None) -> None:
+        """Make the masters of a bucket.
+
+        Args:
+            bucket: The bucket.
+            unrounded: [owned_numel] fp32, the values the shard was rounded from, if it was.
+        """
+        self._bucket = bucket
+        self._is_copy = bucket.param_shard.element_size() < 4
+        if unrounded is not None and self._is_copy:
+            self.weights = unrounded
+        else:
+            self.weights = bucket.param_shard.float() if self._is_copy else bucket.param_shard
+        self.slices = [
+            self.weights[piece.shard_start : piece.shard_start + piece.numel] for piece in bucket.slices
+        ]
+
+    def round_into_shard(self) -> None:
+        """Write the masters, rounded to the nearest, into the parameter shard."""
+        if self._is_copy:
+            self._bucket.param_shard.copy_(self.weights)
+
+    def refresh_from_shard(self) -> None:
+        """Take the parameter shard's values, after somebody else has written them.
+
+        A master that still rounds to the parameter's value is kept: it says the same, more precisely.
+        """
+        if self._is_copy:
+            rounded = self.weights.to(self._bucket.param_shard.dtype)
+            changed = rounded != self._bucket.param_shard
+            self.weights.copy_(torch.where(changed, self._bucket.param_shard.float(), self.weights))
+
+    def memory(self) -> MemoryUse:
+        """Return the bytes of the copy, padding included and named."""
+        if not self._is_copy:
+            return MemoryUse()
+        used_numel = sum(piece.numel for piece in self._bucket.slices)
+        padding = (self.weights.numel() - used_numel) * self.weights.element_size()
+        return MemoryUse(master=self.weights.numel() * self.weights.element_size(), padding=padding)
+
+
+class Masters:
+    """The master weights of an engine, made when the first optimizer asks for a bucket's."""
+
+    def __init__(self, unrounded: dict[Bucket, Tensor]) -> None:
+        """Keep the values that shards were rounded from until masters are made of them.
+
+        Args:
+            unrounded: [owned_numel] fp32 by bucket, where something was rounded.
+        """
+        self._unrounded = unrounded
+        self._shards: dict[Bucket, MasterShard] = {}
+
+    def of(self, bucket: Bucket) -> MasterShard:
+        """Return the masters of a bucket."""
+        if bucket not in self._shards:
+            self._shards[bucket] = MasterShard(bucket, self._unrounded.pop(bucket, None))
+        return self._shards[bucket]
+
+    def existing(self, bucket: Bucket) -> MasterShard | None:
+        """Return the masters of a bucket if an optimizer has asked for them."""
+        return self._shards.get(bucket)
+
+    def forget_unrounded(self) -> None:
+        """Drop the values from before rounding: the shards hold others now."""
+        self._unrounded.clear()
+
+    def refresh(self) -> None:
+        """Take over the parameters' values after somebody else has written them."""
+        self._unrounded.clear()
+        for shard in self._shards.values():
+            shard.refresh_from_shard()
+
+    def memory(self) -> MemoryUse:
+        """Return the bytes held, padding included and named."""
+        use = MemoryUse()
+        for shard in self._shards.values():
+            use.add(shard.memory())
+        use.master += sum(values.numel() * values.element_size() for values in self._unrounded.values())
+        return use

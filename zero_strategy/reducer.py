@@ -1,0 +1,192 @@
+"""The gradient side: from autograd's hooks to reduced shards.
+
+A parameter's gradient is stashed in its bucket when autograd has accumulated it; a bucket whose parameters have all
+reported is reduced while the backward goes on. At its end the ranks compare notes in one small message, reduce what is
+left, and know which parameters had a gradient anywhere. Nothing here may hang because ranks used different parameters.
+
+[Note: One order of reductions]
+All ranks must issue the same reductions in the same order, while readiness differs between them. So buckets are reduced
+in an agreed order (reverse registration at first, then rank 0's order of readiness, agreed anew when it changes), and a
+bucket waits for those before it. What no rank has used is not reduced at all; a bucket that was used on some ranks only
+is reduced at the end by the others, after the message, which travels in a group of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from zero_strategy.bucket import Bucket
+from zero_strategy.comm.collectives import Collectives, Handle
+from zero_strategy.errors import ShardingError
+from zero_strategy.passes import BackwardPass
+
+class GradReducer:
+    """Stashes gradients, reduces buckets in the agreed order, and settles the rest at the end of the backward.
+
+    Attributes:
+        is_syncing: False inside `no_sync`.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        collectives: Collectives,
+        backward: BackwardPass,
+        *,
+        overlap: bool,
+        accumulate_whole: bool,
+    ) -> None:
+        self.is_syncing = True
+        self._buckets = [bucket for bucket in buckets if bucket.trainable]
+        self._frozen = [bucket for bucket in buckets if not bucket.trainable]
+        self._collectives = collectives
+        self._backward = backward
+        self._overlap = overlap
+        # What is sharded is reduced in every backward, unless whole gradients are asked for.
+        self._may_defer = accumulate_whole or not any(bucket.policy.shard_grads for bucket in self._buckets)
+        self._next_order = list(reversed(range(len(self._buckets))))
+        self._expected = [[1] * len(bucket.params) for bucket in self._buckets]
+        self._last_handle: Handle | None = None
+        self._forget_backward()
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(partial(self._on_grad, position, index))
+            for position, bucket in enumerate(self._buckets)
+            for index, param in enumerate(bucket.params)
+        ]
+        backward.listen(on_end=self._on_backward_end, on_abort=self._on_backward_abort)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: backwards in here end no accumulation window."""
+        before, self.is_syncing = self.is_syncing, False
+        try:
+            yield
+        finally:
+            self.is_syncing = before
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # -- runtime --
+
+    def _on_grad(self, position: int, index: int, param: nn.Parameter) -> None:
+        self._backward.begin()
+        bucket = self._buckets[position]
+        assert param.grad is not None, bucket.layout.params[index].fqn
+        bucket.stash(index, param.grad)
+        param.grad = None
+        self._fired[position][index] += 1
+        if not self._reduces_now():
+            return
+        if self._is_reduced[position]:
+            # Re-entrant checkpointing delivers a shared parameter's gradient in parts. Next time it is waited for.
+            self._is_late[position] = True
+        elif position not in self._ready and self._is_ready(position):
+            self._ready.append(position)
+            self._reduce_in_order()
+
+    def _is_ready(self, position: int) -> bool:
+        fired, expected = self._fired[position], self._expected[position]
+        return all(count >= wanted for count, wanted in zip(fired, expected, strict=True))
+
+    def _reduce_in_order(self) -> None:
+        """Reduce every bucket whose turn it is."""
+        while self._turn < len(self._order):
+            position = self._order[self._turn]
+            if position not in self._ready:
+                return
+            self._turn += 1
+            self._reduce(position)
+
+    def _reduce(self, position: int) -> None:
+        """Reduce one bucket; the one before must have arrived, so that no more than one is under way."""
+        self._wait()
+        self._is_reduced[position] = True
+        self._last_handle = self._buckets[position].start_reduce()
+        if not self._overlap:
+            self._wait()
+
+    def _wait(self) -> None:
+        handle, self._last_handle = self._last_handle, None
+        if handle is not None:
+            handle.wait()
+
+    def _on_backward_end(self) -> None:
+        self._check_frozen()
+        if self._reduces_now():
+            used, late = self._exchange_usage()
+            for position in self._order:
+                if not self._is_reduced[position] and any(used[position]):
+                    self._reduce(position)
+            for position in self._order:
+                if late[position]:
+                    self._reduce(position)
+            self._wait()
+            for bucket, bucket_used in zip(self._buckets, used, strict=True):
+                bucket.has_grad = [a or b for a, b in zip(bucket.has_grad, bucket_used, strict=True)]
+            self._expected = [[max(1, count) for count in fired] for fired in self._fired]
+        self._forget_backward()
+
+    def _exchange_usage(self) -> tuple[list[list[bool]], list[bool]]:
+        """Tell the others which parameters were used here, and learn which were used anywhere.
+
+        One byte a parameter, one a bucket for late gradients, one for "rank 0 saw another order". Combined by maximum.
+        """
+        new_order = self._ready + [position for position in self._order if position not in self._ready]
+        message: list[bool] = []
+        for position, bucket in enumerate(self._buckets):
+            pairs = zip(self._fired[position], bucket.stashed, strict=True)
+            message += [fired > 0 or stashed for fired, stashed in pairs]
+        message += self._is_late
+        message.append(self._collectives.rank == 0 and new_order != self._order)
+        flags = torch.tensor(message, dtype=torch.uint8)
+        self._collectives.maximum(flags)
+        answer = [bool(flag) for flag in flags.tolist()]
+        used, start = [], 0
+        for bucket in self._buckets:
+            used.append(answer[start : start + len(bucket.params)])
+            start += len(bucket.params)
+        late = answer[start : start + len(self._buckets)]
+        if answer[-1]:
+            # For the next backward only: this one goes on in the order it began with.
+            self._next_order = self._collectives.broadcast_json(new_order)
+        return used, late
+
+    def _on_backward_abort(self) -> None:
+        self._wait()
+        for bucket in self._buckets:
+            bucket.clear_grads()
+        self._forget_backward()
+
+    def _forget_backward(self) -> None:
+        """Start afresh for the next backward."""
+        num_buckets = len(self._buckets)
+        self._order = self._next_order
+        self._fired = [[0] * len(bucket.params) for bucket in self._buckets]
+        self._is_reduced = [False] * num_buckets
+        self._is_late = [False] * num_buckets
+        self._ready: list[int] = []
+        self._turn = 0
+
+    # -- helpers --
+
+    def _reduces_now(self) -> bool:
+        return self.is_syncing or not self._may_defer
+
+    def _check_frozen(self) -> None:
+        for bucket in self._frozen:
+            for spec, param in zip(bucket.layout.params, bucket.params, strict=True):
+                if param.requires_grad:
+                    raise ShardingError(
+                        what=f"Parameter {spec.fqn!r} requires a gradient now, but was frozen when the model was sharded.",
+                        why="Frozen parameters have no place for gradients, masters or optimizer state, so its gradient "
+                        "would stay on this rank.",
+                        fix="Build the engine with requires_grad=True and freeze it afterwards, or freeze it again.",
+                    )

@@ -1,0 +1,40 @@
+"""Finds the tensors in whatever a module returns: tuples, dicts, dataclasses, model outputs, caches, user classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), nn.Module, type)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor reachable from a value, each once.
+
+    Containers are walked, and the attributes of objects of any other class. Modules are not: what they hold is state.
+    """
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, _PLAIN) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+            continue
+        if isinstance(item, Mapping):
+            stack.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset):
+            stack.extend(item)
+        stack.extend(getattr(item, "__dict__", {}).values())
+        for slot in _slots(type(item)):
+            stack.append(getattr(item, slot, None))
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
