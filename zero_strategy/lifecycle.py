@@ -50,6 +50,7 @@ class ParamLifecycle:
             prefetch_numel: Elements that may be gathered ahead; 0 for none.
         """
         self._buckets = [bucket for bucket, _ in buckets]
+        self._unit_of = {bucket: modules[0] for bucket, modules in buckets}
         self._roots = [bucket for bucket in self._buckets if bucket.is_root]
         self._backward = backward
         self._prefetch_numel = prefetch_numel
@@ -137,7 +138,8 @@ class ParamLifecycle:
     def _make_room(self, wanted: Bucket) -> None:
         """Let go of the units a backward has passed. See [Note: When a bucket may go]."""
         for bucket in self._buckets:
-            if bucket.is_whole and not (bucket.is_root or self._num_users[bucket] or bucket is wanted):
+            is_needed = bucket.is_root or self._num_users[bucket] or self._unit_of[bucket] is self._unit_of[wanted]
+            if bucket.is_whole and not is_needed:
                 bucket.reshard()
 
     def _follow_plan(self, bucket: Bucket) -> None:

@@ -150,12 +150,15 @@ class Gan(LightningModule):
         self.automatic_optimization = False
         self.generator = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 5))
         self.critic = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 1))
+        self.gain = nn.Parameter(
+            torch.ones(5)
+        )  # the root's own: used in the scope of the step, before and after one
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         first, second = self.optimizers()
         self.toggle_optimizer(first)
-        loss = -self.critic(self.generator(batch[0])).mean()
+        loss = -self.critic(self.generator(batch[0]) * self.gain).mean()
         first.zero_grad()
         self.manual_backward(loss)
         self.clip_gradients(first, gradient_clip_val=0.05, gradient_clip_algorithm="value")
@@ -163,7 +166,7 @@ class Gan(LightningModule):
         self.untoggle_optimizer(first)
         self.losses.append(loss.detach())
         self.toggle_optimizer(second)
-        loss = self.critic(self.generator(batch[0])).square().mean()
+        loss = self.critic(self.generator(batch[0]) * self.gain).square().mean()
         second.zero_grad()
         self.manual_backward(loss)
         second.step()
@@ -171,11 +174,11 @@ class Gan(LightningModule):
         self.losses.append(loss.detach())
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("score", self.critic(self.generator(batch[0])).mean(), sync_dist=True)
+        self.log("score", self.critic(self.generator(batch[0]) * self.gain).mean(), sync_dist=True)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return [
-            torch.optim.Adam(self.generator.parameters(), lr=1e-2),
+            torch.optim.Adam([*self.generator.parameters(), self.gain], lr=1e-2),
             torch.optim.SGD(self.critic.parameters(), lr=0.1),
         ]
 
@@ -226,12 +229,14 @@ def test_runs_follow_one_another_on_the_same_module() -> None:
 
     with subtest("ddp"):
         module, weights, predicted = run([ddp(), ddp()])
-    for stages in ((1, 1), (3, 3), (3, 2)):
+    for stages in ((1, 1), (3, 3), (2, 3)):
         with subtest(f"stages {stages}"):
             found = run([zero(stage) for stage in stages])
             assert_same_losses(found[0], module)
             assert_same_weights(found[1], weights)
             assert torch.equal(found[2], predicted)
+    with subtest("stages (3, 2)"), expect_error(zs.ConfigError, ["stage 3", "stage=2", "checkpoint"]):
+        run([zero(3), zero(2)])
     with subtest("another module in the same Trainer"):
         trainer = make_trainer(zero(3), max_epochs=1)
         for _ in range(2):

@@ -169,6 +169,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         _edit(lambda d: d["optimizers"][0]["param_groups"][0].update(params=["w"])),
         "optimizer 0",
     ),
+    "tensor of an unlisted optimizer": (
+        _edit(lambda d: d["tensors"].update({"optim/1/step/exp_avg": d["tensors"]["model/step"]})),
+        "'optim/1/step/exp_avg' is the state of",
+    ),
+    "tensor of an unknown kind": (
+        _edit(lambda d: d["tensors"].update({"grad/step": d["tensors"]["model/step"]})),
+        "'grad/step' is not a name",
+    ),
     "missing field": (_edit(lambda d: d.pop("params")), "params"),
 }
 

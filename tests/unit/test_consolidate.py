@@ -2,8 +2,7 @@
 
 Oracles: the model that was saved, loaded again with `from_pretrained` or safetensors' `load_model`; its
 weights in the model's dtype. Tolerance: none, a conversion from the fp32 master rounds as `Tensor.to` does.
-Memory: the peak resident size of a process, which may grow by three chunks of 64 MiB while it writes a
-model of 384 MiB.
+Memory: the peak resident size of a process, which may grow by 160 MiB while it writes a tensor of 256 MiB.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def test_the_prefix_of_the_hugging_face_model_is_stripped_and_the_rest_left_out(
     head = ConsolidateOptions(strip_prefix="value_head.")
     consolidate(tmp_path / "checkpoint", tmp_path / "head", head)
     assert set(weights_of(tmp_path / "head")) == {"weight", "bias"}
-    with pytest.raises(CheckpointError, match="'student.'.*names are: model.model.embed") as caught:
+    with pytest.raises(CheckpointError, match=r"'student\.'.*names are: model.model.embed") as caught:
         consolidate(tmp_path / "checkpoint", tmp_path / "none", ConsolidateOptions(strip_prefix="student."))
     assert "strip-prefix" in caught.value.fix
     assert not (tmp_path / "none").exists()
@@ -290,7 +289,7 @@ def test_a_damaged_checkpoint_leaves_no_output_and_an_earlier_one_untouched(tmp_
 
 
 def test_memory_stays_at_a_few_chunks_whatever_the_size_of_a_tensor(tmp_path: Path) -> None:
-    numel = 96 * 2**20  # 384 MiB in fp32, one tensor
+    numel = 64 * 2**20  # 256 MiB in fp32, one tensor
     save(tmp_path / "checkpoint", {"w": torch.zeros(numel)}, 3, Description(dtypes={"w": "bfloat16"}))
     script = f"""
 import resource
@@ -303,4 +302,4 @@ print(report.num_bytes, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - be
     num_bytes, grown_bytes = map(int, output.split())
     assert num_bytes == 2 * numel
     # The chunk as read, 64 MiB; converted to bf16, 32 MiB; the rest is room for the allocator.
-    assert grown_bytes < 192 * 2**20, grown_bytes
+    assert grown_bytes < 160 * 2**20, grown_bytes

@@ -22,13 +22,13 @@ ORDER = [
     "errors", "log", "compat", "tensors", "config_keys", "config_source", "config",
     "layout", "bucketing", "estimate",
     "comm.topology", "comm.ledger", "comm.ordered", "comm.collectives",
-    "buffers", "placeholder", "bucket", "precision",
+    "buffers", "placeholder", "bucket", "module_buffers", "precision",
     "passes", "lifecycle", "reducer",
-    "optim.elementwise", "optim.clip", "optim.sharded_optimizer",
+    "optim.elementwise", "optim.clip", "optim.full_state", "optim.sharded_optimizer",
     "checkpoint.elements", "checkpoint.safetensors_io", "checkpoint.records", "checkpoint.extra",
-    "checkpoint.manifest", "checkpoint.format",
-    "checkpoint.save_load", "checkpoint.hf", "checkpoint.consolidate",
-    "engine",
+    "checkpoint.manifest", "checkpoint.format", "checkpoint.inspection", "checkpoint.hf",
+    "checkpoint.full_weights", "checkpoint.save_load", "checkpoint.consolidate",
+    "root_methods", "engine",
     "lightning", "accelerate", "transformers",
     "cli", "run",
 ]  # fmt: skip
@@ -56,6 +56,7 @@ MAY_READ_STAGE = {
     "bucketing": "turns it into two booleans per bucket",
     "estimate": "prints one row of formulas per stage",
     "cli": "prints it",
+    "checkpoint.inspection": "prints it",
     "lightning": "names the registered strategies and shows the stage in messages",
 }
 
@@ -186,8 +187,12 @@ def collective_breaches(module: Module) -> Iterator[str]:
 def stage_breaches(module: Module) -> Iterator[str]:
     if is_within(module.name, MAY_READ_STAGE):
         return
+    keywords = [node for node in ast.walk(module.tree) if isinstance(node, ast.keyword)]
+    passed_on = [
+        keyword.value for keyword in keywords if keyword.arg == "stage"
+    ]  # f(stage=x.stage) decides nothing
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute) and node.attr == "stage":
+        if isinstance(node, ast.Attribute) and node.attr == "stage" and node not in passed_on:
             yield f"{module.at(node.lineno)}: reads {ast.unparse(node)}; ask a bucket's two booleans instead"
 
 
@@ -286,6 +291,7 @@ def test_breach_is_found(name: str, source: str, breach: str) -> None:
         ("optim.sharded_optimizer", "from .clip import clip\nfrom ..precision import LossScaler"),
         ("checkpoint.save_load", "from zero_strategy.optim.sharded_optimizer import ShardedOptimizer"),
         ("__main__", "from zero_strategy.cli import main"),
+        ("engine", "Parts(stage=self.config.stage)"),
         ("engine", "self.bucket.broadcast(x)\nimport torch.distributed as dist\ndist.get_rank()"),
     ],
 )

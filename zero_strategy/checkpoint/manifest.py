@@ -15,6 +15,7 @@ next commit.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -53,6 +54,8 @@ MANIFEST_NAME = "manifest.json"
 VERSION: Final = 1
 
 _OWN_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}-[0-9a-f]{16}\.safetensors|manifest\.json\.[0-9a-f]{16}\.tmp")
+
+_TENSOR_NAME = re.compile(r"model/.+|extra/.+|optim/(?P<optimizer>[0-9]{1,9})/(?P<fqn>.+)/[^/]+", re.DOTALL)
 
 
 class Manifest(Record):
@@ -122,7 +125,6 @@ class Manifest(Record):
                 os.fsync(file.fileno())
             sync_folder(path)  # the rank files' names must be on the disk before the manifest that needs them
             os.replace(temporary, path / MANIFEST_NAME)
-            sync_folder(path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise CheckpointError(
@@ -130,7 +132,11 @@ class Manifest(Record):
                 why="Without it the new files are no checkpoint. One that was there before still is.",
                 fix="Check free space, quota and permissions of the folder, then save again.",
             ) from error
-        self._remove_superseded(path)
+        # From here on the checkpoint is the new one. A failure must not be reported as if it were not, or the
+        # caller would delete the files that the manifest now names.
+        with contextlib.suppress(OSError):
+            sync_folder(path)
+            self._remove_superseded(path)
 
     def check_files(self, folder: str | os.PathLike[str]) -> None:
         """Check presence, size, id and header of every file, and that every piece lies inside its file.
@@ -178,8 +184,7 @@ class Manifest(Record):
     def _remove_superseded(self, folder: Path) -> None:
         for path in folder.iterdir():
             if path.name not in self.files and _OWN_FILE.fullmatch(path.name):
-                with contextlib.suppress(OSError):  # the checkpoint is complete; the next save tries again
-                    path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
 
 # -- text --
@@ -190,6 +195,12 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # some network file systems do this by themselves
+            raise
     finally:
         os.close(descriptor)
 
@@ -256,6 +267,7 @@ def _parse(folder: Path, document: object) -> Manifest:
 def _check_references(folder: Path, manifest: Manifest) -> None:
     """Check what one field says about another."""
     for entry in manifest.tensors.values():
+        _check_name(folder, manifest, entry.name)
         if entry.numel > MAX_COUNT:
             raise _bad_manifest(
                 folder, f"tensor {entry.name!r} of shape {list(entry.shape)} has too many elements"
@@ -287,6 +299,16 @@ def _check_references(folder: Path, manifest: Manifest) -> None:
                 raise _bad_manifest(
                     folder, f"optimizer {index} lists parameters that the model does not have"
                 )
+
+
+def _check_name(folder: Path, manifest: Manifest, name: str) -> None:
+    """Check that a tensor belongs to something: a weight, the state of a listed optimizer, extra state."""
+    found = _TENSOR_NAME.fullmatch(name)
+    if found is None:
+        raise _bad_manifest(folder, f"{name!r} is not a name of a tensor in this version of the format")
+    known = found["fqn"] in manifest.params and int(found["optimizer"] or 0) < len(manifest.optimizers)
+    if found["optimizer"] is not None and not known:
+        raise _bad_manifest(folder, f"{name!r} is the state of an optimizer or parameter that is not listed")
 
 
 def _check_covered(entry: TensorEntry, folder: Path) -> None:

@@ -30,6 +30,8 @@ from zero_strategy.lightning.settings import load_config, resolve_for_trainer, s
 # What is written below stands in front of a `DDPStrategy`; which one is known in `make_strategy` only.
 _Base: Any = object
 
+_FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
 # Keywords of DDPStrategy that mean the same here; the others are settings of DDP's own wrapper.
 DDP_KEYWORDS = (
     "accelerator",
@@ -124,7 +126,7 @@ class ZeroStrategyHooks(_Base):  # type: ignore[misc]
         if engine is not None:
             if shards_alike(engine.config, config) and not _would_convert(module, precision):
                 return engine
-            _unshard_for_good(engine)
+            _give_up(engine, config, precision)
         if fitting and self._layer_sync:
             # Not reverted after the run: the reverse would build new modules, without the engine's hooks.
             self.model = self._layer_sync.apply(module)
@@ -132,9 +134,15 @@ class ZeroStrategyHooks(_Base):  # type: ignore[misc]
         return ZeroEngine(module, config, device=self.root_device)
 
     def model_to_device(self) -> None:
-        """Move what the engine does not hold (metrics, `module.device`); parameters are there already."""
-        assert self.model is not None
-        self.model.to(self.root_device)
+        """Move what the engine does not hold: metrics, and what the module says is its device."""
+        module = self.lightning_module
+        assert module is not None
+        fabric = _FABRIC[self.namespace]
+        mixin = importlib.import_module(f"{fabric}.utilities.device_dtype_mixin")
+        mixin._update_properties(module, device=self.root_device)
+        for child in module.modules():
+            if next(child.parameters(), None) is None:
+                child.to(self.root_device)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the user's optimizers and schedulers, and shard each optimizer."""
@@ -267,13 +275,17 @@ def _forget_optimizers(engine: ZeroEngine) -> None:
     engine.optimizers.clear()
 
 
-def _unshard_for_good(engine: ZeroEngine) -> None:
-    """Take an engine off a module that the next run wants sharded otherwise; it is whole then. Collective."""
-    with engine.unsharded_params():
-        whole = [(param, param.detach().clone()) for param in engine.model.parameters()]
-    engine.close()
-    for param, value in whole:
-        param.data = value
+def _give_up(engine: ZeroEngine, config: ZeroConfig, precision: str) -> None:
+    """Take an engine off a module that this run wants sharded otherwise, if the module is whole without it."""
+    if engine.config.stage < 3:
+        engine.close()
+        return
+    raise ConfigError(
+        what=f"This {type(engine.model).__name__} is sharded at stage 3 by a former run with other settings than this "
+        f"one's (stage={config.stage}, precision={precision!r}).",
+        why="Another engine would have to make it whole on every rank first, which stage 3 promises never to do.",
+        fix="Run with the settings of the former run, or save a checkpoint and load it into a new module.",
+    )
 
 
 def _would_convert(module: torch.nn.Module, precision: str) -> bool:
