@@ -159,7 +159,7 @@ class Bucket:
         with span("ZeRO::unshard", self.name):
             restore_storage(self.flat)
             self._own_range(self.flat).copy_(self.param_shard)
-            return self._collectives.all_gather(self.flat)
+            return self._collectives.all_gather(self.flat, self.name)
 
     def finish_unshard(self, handle: Handle) -> None:
         """Wait for the gather and point the parameters at their values."""
@@ -190,7 +190,7 @@ class Bucket:
         with span("ZeRO::publish", self.name):
             if self.policy.shard_params:
                 self._own_range(self.flat).copy_(self.param_shard)
-            return self._collectives.all_gather(self.flat)
+            return self._collectives.all_gather(self.flat, self.name)
 
     def take_written(self) -> None:
         """Keep what somebody has written into the whole parameters, rank 0's on all ranks. Collective.
@@ -250,7 +250,7 @@ class Bucket:
             shard = mean if self.policy.shard_optim else self._rank_range(mean)
             if not self._is_in_place(mean):
                 self.full_grad = None  # freed when reduced: the handle holds the last reference
-            handle = self._collectives.reduce_scatter_mean(full, shard)
+            handle = self._collectives.reduce_scatter_mean(full, shard, self.name)
             return Handle([], lambda: self._accept(handle, mean))
 
     def clear_grads(self, indices: set[int] | None = None) -> None:
@@ -296,7 +296,7 @@ class Bucket:
             return shard
         whole = empty_flat(self.layout.padded_numel, shard.dtype, shard.device)
         self._own_range(whole).copy_(shard)
-        self._collectives.all_gather(whole).wait()
+        self._collectives.all_gather(whole, self.name).wait()
         return whole
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -356,7 +356,7 @@ class Bucket:
     def _accept(self, handle: Handle, mean: Tensor) -> None:
         handle.wait()
         if not self.policy.shard_optim:
-            self._collectives.all_gather(mean).wait()
+            self._collectives.all_gather(mean, self.name).wait()
         if self.grad_shard is None:
             self.grad_shard = mean
         else:

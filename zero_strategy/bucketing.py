@@ -172,6 +172,15 @@ def check_model(model: nn.Module) -> ConfigError | None:
     return _check_parameters(model)
 
 
+def describe_model(model: nn.Module) -> list[str]:
+    """Return a line for everything that ranks must agree on: parameters and buffers, not their values."""
+    params = [
+        f"parameter {fqn} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
+        for fqn, param in model.named_parameters()
+    ]
+    return params + [f"buffer {fqn} {tuple(buffer.shape)} {buffer.dtype}" for fqn, buffer in model.named_buffers()]
+
+
 # -- helpers --
 
 

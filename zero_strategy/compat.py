@@ -6,6 +6,7 @@ about ZeRO.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Sequence
 
 import torch
@@ -56,3 +57,17 @@ def native_reduce_scatter_sum(output: Tensor, full: Tensor, group: dist.ProcessG
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dist.Work = call(output, full, op=dist.ReduceOp.SUM, group=group, async_op=True)
     return work
+
+
+def default_timeout(device: torch.device) -> datetime.timedelta | None:
+    """Return how long the default process group waits for a rank; None if its backend does not say.
+
+    `new_group` does not inherit it: without this, a group of ours would wait half an hour where the user asked for less.
+    """
+    group = dist.group.WORLD
+    assert group is not None, "no default process group"
+    try:
+        timeout: datetime.timedelta = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout

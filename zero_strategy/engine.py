@@ -5,6 +5,7 @@ Read it to find which part does what; read the part to find out how.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from zero_strategy import root_methods
 from zero_strategy.bucket import Bucket
-from zero_strategy.bucketing import check_model, plan_buckets
+from zero_strategy.bucketing import check_model, describe_model, plan_buckets
 from zero_strategy.checkpoint import full_weights, save_load
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.ledger import Ledger
@@ -71,7 +72,8 @@ class ZeroEngine:
         self.ledger = Ledger()
         self._collectives = Collectives(topology, self.ledger)
         self._collectives.agree(check_model(model) or _check_unused(model))
-        self.config = ZeroConfig.load(config).resolve(topology.world_size)
+        self.config = _agreed_config(config, self._collectives)
+        self._collectives.require_same(describe_model(model), "The model")
         log_once(self.config.describe())
         for buffer in model.buffers():
             buffer.data = buffer.data.to(where)
@@ -97,6 +99,7 @@ class ZeroEngine:
             self._backward,
             overlap=zero.overlap_comm,
             accumulate_whole=self.config.accumulate_whole_gradients,
+            gather_order=lambda: self._lifecycle.order_digest(),
         )
         self._buffers = BufferBroadcaster(model, self._collectives, lambda: self._reducer.is_syncing)
         self._buffers.broadcast_all()
@@ -332,6 +335,19 @@ class ZeroEngine:
                     fix="Give each parameter to one optimizer, and call shard_optimizer once for each.",
                 )
         return None
+
+
+def _agreed_config(source: Any, collectives: Collectives) -> ZeroConfig:
+    """Resolve the config; a fault on one rank is raised on all, and so is a difference."""
+    config, error = None, None
+    try:
+        config = ZeroConfig.load(source).resolve(collectives.world_size)
+    except ConfigError as raised:
+        error = raised
+    collectives.agree(error)
+    assert config is not None, "agreed on no error"
+    collectives.require_same(json.dumps(config.to_dict(), indent=1, sort_keys=True).splitlines(), "The config")
+    return config
 
 
 def _check_unused(model: nn.Module) -> ConfigError | None:

@@ -12,6 +12,7 @@ it again), and at the end. So two buckets and the root are whole at once: the on
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -97,6 +98,11 @@ class ParamLifecycle:
     def _on_backward_end(self) -> None:
         self.release_idle()
         self._end_iteration(grad_enabled=True)
+
+    def order_digest(self) -> bytes:
+        """Return 8 bytes that stand for what was gathered in this iteration, in order; ranks must agree on them."""
+        order = ",".join(str(bucket.index) for bucket in self.order)
+        return hashlib.blake2b(order.encode(), digest_size=8).digest()
 
     # -- holding --
 

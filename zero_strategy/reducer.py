@@ -13,7 +13,7 @@ is reduced at the end by the others, after the message, which travels in a group
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -40,13 +40,25 @@ class GradReducer:
         *,
         overlap: bool,
         accumulate_whole: bool,
+        gather_order: Callable[[], bytes],
     ) -> None:
+        """Register the hooks.
+
+        Args:
+            buckets: All buckets of the engine.
+            collectives: For the message at the end of a backward.
+            backward: Is told when a backward begins, and tells when it ends.
+            overlap: Let a reduction run while the backward goes on.
+            accumulate_whole: Keep whole gradients under `no_sync` also where they are sharded.
+            gather_order: Returns what this rank has gathered in this iteration, as a few bytes; compared between ranks.
+        """
         self.is_syncing = True
         self._buckets = [bucket for bucket in buckets if bucket.trainable]
         self._frozen = [bucket for bucket in buckets if not bucket.trainable]
         self._collectives = collectives
         self._backward = backward
         self._overlap = overlap
+        self._gather_order = gather_order
         # What is sharded is reduced in every backward, unless whole gradients are asked for.
         self._may_defer = accumulate_whole or not any(bucket.policy.shard_grads for bucket in self._buckets)
         self._next_order = list(reversed(range(len(self._buckets))))
@@ -137,7 +149,8 @@ class GradReducer:
     def _exchange_usage(self) -> tuple[list[list[bool]], list[bool]]:
         """Tell the others which parameters were used here, and learn which were used anywhere.
 
-        One byte a parameter, one a bucket for late gradients, one for "rank 0 saw another order". Combined by maximum.
+        One byte a parameter, one a bucket for late gradients, one for "rank 0 saw another order"; combined by maximum.
+        What was gathered travels along with its complement: two maxima that complement each other are one value.
         """
         new_order = self._ready + [position for position in self._order if position not in self._ready]
         message: list[bool] = []
@@ -146,9 +159,11 @@ class GradReducer:
             message += [fired > 0 or stashed for fired, stashed in pairs]
         message += self._is_late
         message.append(self._collectives.rank == 0 and new_order != self._order)
-        flags = torch.tensor(message, dtype=torch.uint8)
+        gathered = self._gather_order()
+        flags = torch.tensor([*message, *gathered, *(255 - byte for byte in gathered)], dtype=torch.uint8)
         self._collectives.maximum(flags)
-        answer = [bool(flag) for flag in flags.tolist()]
+        _check_same_order(flags[len(message) :].tolist())
+        answer = [bool(flag) for flag in flags[: len(message)].tolist()]
         used, start = [], 0
         for bucket in self._buckets:
             used.append(answer[start : start + len(bucket.params)])
@@ -190,3 +205,16 @@ class GradReducer:
                         "would stay on this rank.",
                         fix="Build the engine with requires_grad=True and freeze it afterwards, or freeze it again.",
                     )
+
+
+def _check_same_order(digest_and_complement: list[int]) -> None:
+    half = len(digest_and_complement) // 2
+    pairs = zip(digest_and_complement[:half], digest_and_complement[half:], strict=True)
+    if any(byte + complement != 255 for byte, complement in pairs):
+        raise ShardingError(
+            what="Ranks have gathered parameters in different orders in this iteration.",
+            why="A gather takes the shard of every rank, so weights of different modules may have been mixed; the gradients "
+            "of this backward cannot be used.",
+            fix="A module that runs on some ranks only (an expert, a branch that depends on the data) must be one unit "
+            "with its siblings: name its parent in zero_optimization.leaf_module.classes or .names.",
+        )

@@ -278,6 +278,8 @@ def test_key_without_effect_at_the_stage_says_so(caplog: pytest.LogCaptureFixtur
         ),
         ({"stage": 3}, "stage", "zero_optimization.stage"),
         ({"bf16": {"enable": True}}, "bf16.enable", "bf16.enabled"),
+        ({"contiguous_gradients": True}, "contiguous_gradients", "zero_optimization.contiguous_gradients"),
+        ({"offload_optimizer": "cpu"}, "offload_optimizer", "zero_optimization.offload_optimizer"),
         ({"comment": "x"}, "comment", None),
     ],
 )
@@ -445,6 +447,8 @@ def test_auto_is_filled_by_the_front_end_and_filling_is_repeatable() -> None:
         assert resolved.bf16.enabled and resolved.gradient_clipping == 1.0 and resolved.stage == 3
         assert resolved.zero_optimization.reduce_bucket_size == 4096
     assert resolved.resolve(2).to_dict() == resolved.to_dict()
+    assert config.resolve(2, auto=HF_VALUES | {"gradient_clipping": 0.5}).gradient_clipping == 0.5
+    assert ZeroConfig.load(config).auto_keys == config.auto_keys
 
 
 def test_auto_that_is_left_is_refused_with_what_to_write() -> None:

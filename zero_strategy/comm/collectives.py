@@ -6,8 +6,11 @@ control messages (flags, names, norms, buffers), which are small and wait. Calle
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,16 +30,24 @@ class Handle:
     Invariant: the handle keeps every tensor of the collective alive until `wait()` returns.
     """
 
-    def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, works: list[dist.Work], finish: Callable[[], None] | None = None, what: str = "a collective"
+    ) -> None:
         self._works = works
         self._finish = finish
+        self._what = what
 
     def wait(self) -> None:
-        """Return when the result is there. May be called again, at no cost."""
+        """Return when the result is there. May be called again, at no cost.
+
+        Raises:
+            ShardingError: Another rank has died, or did not take part before the process group's timeout.
+        """
         works, self._works = self._works, []
         finish, self._finish = self._finish, None
-        for work in works:
-            work.wait()
+        with _waiting_for(self._what):
+            for work in works:
+                work.wait()
         if finish is not None:
             finish()
 
@@ -52,8 +63,12 @@ class Collectives:
 
     # -- flat buffers --
 
-    def all_gather(self, flat: Tensor) -> Handle:
+    def all_gather(self, flat: Tensor, name: str) -> Handle:
         """Start filling a flat buffer with the shards of all ranks.
+
+        Args:
+            flat: The buffer.
+            name: The bucket's, for messages.
 
         Shapes:
             flat [padded_numel]; this rank's range must be filled in already.
@@ -63,27 +78,35 @@ class Collectives:
         group = self._topology.gather_group
         if group is not None and self._topology.native:
             own = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
-            return Handle([compat.native_all_gather(flat, own, group)])
-        return Handle(ordered.start_all_gather(flat, shard_numel, group))
+            works = [compat.native_all_gather(flat, own, group)]
+        else:
+            works = ordered.start_all_gather(flat, shard_numel, group)
+        return Handle(works, what=f"The all-gather of bucket {name!r}")
 
-    def reduce_scatter_mean(self, full: Tensor, output: Tensor) -> Handle:
+    def reduce_scatter_mean(self, full: Tensor, output: Tensor, name: str) -> Handle:
         """Start averaging a flat buffer over all ranks, each rank receiving its own range of the mean.
 
         The sum is taken in fp32 (fp64 for fp64) and the mean is rounded once, to the dtype of `output`.
+
+        Args:
+            full: The buffer.
+            output: Where the mean goes.
+            name: The bucket's, for messages.
 
         Shapes:
             full [padded_numel] -> output [padded_numel / N]; `output` may be this rank's range of `full`.
         """
         self._ledger.record("reduce_scatter", (self.world_size - 1) * output.numel() * full.element_size())
         group = self._topology.reduce_group
+        what = f"The reduce-scatter of bucket {name!r}"
         sums_exactly = full.dtype in (torch.float32, torch.float64) and output.dtype == full.dtype
         if group is not None and self._topology.native and sums_exactly:
             work = compat.native_reduce_scatter_sum(output, full, group)
-            return Handle([work], lambda: _divide(output, self.world_size))
+            return Handle([work], lambda: _divide(output, self.world_size), what)
         # NCCL would round a 16-bit sum at every hop; exchanging first sends the same bytes and rounds once.
         received = torch.empty_like(full)
         works = ordered.start_exchange(full, received, group)
-        return Handle(works, lambda: ordered.mean_in_rank_order(received, output, self.world_size))
+        return Handle(works, lambda: ordered.mean_in_rank_order(received, output, self.world_size), what)
 
     # -- control messages --
 
@@ -93,19 +116,21 @@ class Collectives:
         if group is None:
             return
         self._ledger.record("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
-        dist.broadcast(tensor, src=0, group=group)
+        with _waiting_for("A broadcast from rank 0"):
+            dist.broadcast(tensor, src=0, group=group)
 
     def broadcast_bytes(self, payload: bytes) -> bytes:
         """Return the bytes of rank 0, of any length; what the other ranks pass is ignored."""
         group = self._topology.control_group
         if group is None:
             return payload
-        size = torch.tensor([len(payload)], dtype=torch.int64)
-        dist.broadcast(size, src=0, group=group)
-        data = torch.empty(int(size.item()), dtype=torch.uint8)
-        if self.rank == 0:
-            data.copy_(_to_tensor(payload))
-        dist.broadcast(data, src=0, group=group)
+        with _waiting_for("A message from rank 0"):
+            size = torch.tensor([len(payload)], dtype=torch.int64)
+            dist.broadcast(size, src=0, group=group)
+            data = torch.empty(int(size.item()), dtype=torch.uint8)
+            if self.rank == 0:
+                data.copy_(_to_tensor(payload))
+            dist.broadcast(data, src=0, group=group)
         self._ledger.record("control", len(payload) if self.rank == 0 else 0)
         return bytes(data.numpy())
 
@@ -119,13 +144,14 @@ class Collectives:
         payload = json.dumps(value).encode()
         if group is None:
             return [json.loads(payload)]
-        sizes = torch.empty(self.world_size, dtype=torch.int64)
-        dist.all_gather(list(sizes.split(1)), torch.tensor([len(payload)]), group=group)
-        longest = int(sizes.max().item())
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(payload)] = _to_tensor(payload)
-        gathered = torch.empty(self.world_size, longest, dtype=torch.uint8)
-        dist.all_gather(list(gathered.unbind()), padded, group=group)
+        with _waiting_for("An exchange of messages among all ranks"):
+            sizes = torch.empty(self.world_size, dtype=torch.int64)
+            dist.all_gather(list(sizes.split(1)), torch.tensor([len(payload)]), group=group)
+            longest = int(sizes.max().item())
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: len(payload)] = _to_tensor(payload)
+            gathered = torch.empty(self.world_size, longest, dtype=torch.uint8)
+            dist.all_gather(list(gathered.unbind()), padded, group=group)
         self._ledger.record("control", (self.world_size - 1) * (longest + 8))
         return [
             json.loads(bytes(row[: int(size.item())].numpy())) for row, size in zip(gathered, sizes, strict=True)
@@ -140,7 +166,8 @@ class Collectives:
         group = self._topology.control_group
         if group is not None:
             self._ledger.record("control", flags.numel())
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+            with _waiting_for("The message at the end of a backward"):
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
         """Return the sum of a few fp64 numbers over all ranks, the same bits on every rank.
@@ -161,8 +188,34 @@ class Collectives:
             return values.unsqueeze(0)
         rows = torch.empty(self.world_size, values.numel(), dtype=values.dtype)
         self._ledger.record("all_reduce", (self.world_size - 1) * values.numel() * values.element_size())
-        dist.all_gather(list(rows.unbind()), values, group=group)
+        with _waiting_for("The sum of a norm over all ranks"):
+            dist.all_gather(list(rows.unbind()), values, group=group)
         return rows
+
+    def require_same(self, lines: list[str], subject: str) -> None:
+        """Raise on all ranks if a list of lines is not the same everywhere. Collective; sends digests if it is.
+
+        Args:
+            lines: What must agree, such as a line per parameter.
+            subject: What the lines describe, for the message.
+
+        Raises:
+            ConfigError: Some rank has other lines than rank 0; names the first that differs.
+        """
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        if len(set(self.gather_json(digest))) == 1:
+            return
+        expected: list[str] = self.broadcast_json(lines)
+        pairs = itertools.zip_longest(expected, lines, fillvalue="nothing")
+        first = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        error = None
+        if first is not None:
+            error = ConfigError(
+                what=f"{subject} differs from rank 0's: there {first[0]!r}, here {first[1]!r}.",
+                why="Every rank holds its shard of one and the same thing, so all ranks must build the same.",
+                fix="Build the model and the config alike on every rank (the values of weights may differ: rank 0's count).",
+            )
+        self.agree(error)
 
     def agree(self, error: ZeroError | None) -> None:
         """Raise on all ranks if any rank has an error to raise. Collective.
@@ -182,6 +235,21 @@ class Collectives:
             if found is not None:
                 name, what, why, fix = found
                 raise _AGREED.get(name, ShardingError)(what=f"[rank {rank}] {what}", why=why, fix=fix)
+
+
+@contextmanager
+def _waiting_for(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ShardingError(
+            what=f"{what} did not finish: {str(error).splitlines()[0]}",
+            why="Another rank has ended, or ran other code than this one and never joined in. Every rank must run the "
+            "same forwards, backwards and steps in the same order.",
+            fix="Look at the other ranks' errors first. If there is none: do ranks have different numbers of batches, or "
+            "does the model choose its modules by a rank's own data? Such modules are one unit if they are named in "
+            "zero_optimization.leaf_module. Waiting ends at the process group's timeout (init_process_group(timeout=...)).",
+        ) from error
 
 
 _AGREED: dict[str, type[ZeroError]] = {

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from zero_strategy.compat import default_timeout
+
 
 class Topology:
     """The ranks of one engine and their process groups.
@@ -38,9 +40,10 @@ class Topology:
         self.world_size = dist.get_world_size()
         backend = str(dist.get_backend_config())
         self.native = _backend_for(device, backend) != "gloo"
-        self.gather_group = dist.new_group()
-        self.reduce_group = dist.new_group()
-        self.control_group = dist.new_group(backend="fake" if "fake" in backend else "gloo")
+        timeout = default_timeout(device)
+        self.gather_group = dist.new_group(timeout=timeout)
+        self.reduce_group = dist.new_group(timeout=timeout)
+        self.control_group = dist.new_group(timeout=timeout, backend="fake" if "fake" in backend else "gloo")
 
     def close(self) -> None:
         """Give the process groups back. Not collective; safe to call twice."""

@@ -32,6 +32,8 @@ _Base: Any = object
 
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
+MASTERS_KEY = "zero_strategy_masters"  # in a checkpoint file: fp32 weights under the names of the state dict
+
 # Keywords of DDPStrategy that mean the same here; the others are settings of DDP's own wrapper.
 DDP_KEYWORDS = (
     "accelerator",
@@ -210,12 +212,26 @@ class ZeroStrategyHooks(_Base):  # type: ignore[misc]
         ).state_dict()  # unwraps LightningOptimizer
         return state
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write one file through the `CheckpointIO`, on rank 0. Collective.
+
+        Beside what Lightning has put there, a file to resume from holds the fp32 masters of 16-bit weights.
+        """
+        if checkpoint.get("optimizer_states") and _has_16_bit_weights(self.engine):
+            checkpoint[MASTERS_KEY] = self.engine.full_state_dict(dtype=torch.float32, trainable_only=True)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole weights, of any strategy, into shards. Collective."""
         self.engine.load_full_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole optimizer states, of any strategy, into shards. Collective."""
+        """Load whole optimizer states and masters, of any strategy, into shards. Collective."""
+        if MASTERS_KEY in checkpoint:
+            # `on_load_checkpoint` may have edited weights: a master counts only where it still rounds to one.
+            weights, masters = checkpoint["state_dict"], checkpoint[MASTERS_KEY]
+            merged = more_precise(weights, masters) if self.is_global_zero else {}
+            self.engine.load_full_state_dict(merged, strict=False)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
@@ -276,16 +292,29 @@ def _forget_optimizers(engine: ZeroEngine) -> None:
 
 
 def _give_up(engine: ZeroEngine, config: ZeroConfig, precision: str) -> None:
-    """Take an engine off a module that this run wants sharded otherwise, if the module is whole without it."""
+    """Take an engine off a module that this run wants sharded otherwise, if that leaves it whole."""
     if engine.config.stage < 3:
         engine.close()
         return
     raise ConfigError(
-        what=f"This {type(engine.model).__name__} is sharded at stage 3 by a former run with other settings than this "
-        f"one's (stage={config.stage}, precision={precision!r}).",
-        why="Another engine would have to make it whole on every rank first, which stage 3 promises never to do.",
+        what=f"This {type(engine.model).__name__} is sharded at stage 3 by a former run, with other settings "
+        f"than this one's (stage={config.stage}, precision={precision!r}).",
+        why="Another engine needs it whole on every rank first, which stage 3 promises never to do.",
         fix="Run with the settings of the former run, or save a checkpoint and load it into a new module.",
     )
+
+
+def more_precise(weights: Mapping[str, Any], masters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, element by element, the master where it rounds to the weight, else the weight, in fp32."""
+    return {
+        name: torch.where(master.to(weights[name].dtype) == weights[name], master, weights[name].float())
+        for name, master in masters.items()
+        if name in weights
+    }
+
+
+def _has_16_bit_weights(engine: ZeroEngine) -> bool:
+    return any(param.is_floating_point() and param.element_size() < 4 for param in engine.model.parameters())
 
 
 def _would_convert(module: torch.nn.Module, precision: str) -> bool:

@@ -1,0 +1,166 @@
+"""Times the collectives on flat buffers against torch's own over gloo, and counts what each puts on the wire.
+
+Ours and torch's run in turn, in pairs, on the same buffers, so that a busy machine slows both; what is reported is the
+median of the ratios of the pairs. Both produce the mean of a buffer's own range, or the whole buffer from its ranges.
+
+    python recipes/benchmarks/collectives.py --ranks 2 --mib 64 --pairs 15
+
+Bytes sent are the kernel's loopback counter over all ranks, so they mean something only where nothing else uses `lo`:
+`unshare --net --map-root-user sh -c "ip link set lo up && python recipes/benchmarks/collectives.py"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zero_strategy import compat
+from zero_strategy.comm.collectives import Collectives
+from zero_strategy.comm.ledger import Ledger
+from zero_strategy.comm.topology import Topology
+from zero_strategy.layout import BucketLayout
+
+COUNTERS = Path("/proc/net/dev")
+MIB = 1 << 20
+
+
+class Contest(NamedTuple):
+    """The same work done by both; each call returns when the result is there."""
+
+    name: str
+    ours: Callable[[], None]
+    torchs: Callable[[], None]
+
+
+class Score(NamedTuple):
+    """What one run cost: the slowest rank's time, and the bytes of all ranks on the loopback device."""
+
+    seconds: float
+    sent_bytes: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--mib", type=int, default=64, help="size of the whole buffer in MiB (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=15, help="measured pairs, at least 9 (default: %(default)s)")
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16"], help="dtypes of the buffer (default: %(default)s)"
+    )
+    options = parser.parse_args()
+    print(f"$ python {' '.join(sys.argv)}")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}")
+    print(f"{options.ranks} ranks over gloo, one thread each, {options.mib} MiB, {options.pairs} pairs\n")
+
+    # Forked from a server that has torch loaded: spawning would load it once per rank.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed"])
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=run_rank, args=(rank, f"file://{folder}/rendezvous", options))
+            for rank in range(options.ranks)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    sys.exit(any(process.exitcode for process in ranks))
+
+
+def run_rank(rank: int, rendezvous: str, options: argparse.Namespace) -> None:
+    """Measure every contest on one rank; rank 0 prints."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
+    collectives = Collectives(Topology(torch.device("cpu")), Ledger())
+    if rank == 0:
+        print(f"{'':34}{'ours, ms':>10}{'torch, ms':>11}{'ratio':>8}{'middle half':>16}{'sent: ours':>12}{'torch':>8}")
+    for dtype_name in options.dtypes:
+        dtype = getattr(torch, dtype_name)
+        layout = BucketLayout.build(
+            [("buffer", (options.mib * MIB // dtype.itemsize,))], options.ranks, dtype.itemsize
+        )
+        full = torch.randn(layout.padded_numel, dtype=torch.float32).to(dtype)
+        for contest in contests(collectives, full, layout.shard_numel):
+            pairs = [(measure(contest.ours), measure(contest.torchs)) for _ in range(options.pairs + 2)]
+            if rank == 0:
+                describe(f"{contest.name}, {dtype_name}", pairs[2:], full.numel() * full.element_size())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def contests(collectives: Collectives, full: torch.Tensor, shard_numel: int) -> list[Contest]:
+    """What is compared. Results are dropped, as a bucket's are, so allocation is part of the work."""
+    group = dist.group.WORLD
+    assert group is not None
+    own = full[collectives.rank * shard_numel : (collectives.rank + 1) * shard_numel]
+
+    def our_mean() -> None:
+        collectives.reduce_scatter_mean(full, torch.empty_like(own), "benchmark").wait()
+
+    def torchs_mean() -> None:
+        output = torch.empty_like(own)
+        compat.native_reduce_scatter_sum(output, full, group).wait()
+        output.div_(collectives.world_size)
+
+    def our_gather() -> None:
+        collectives.all_gather(full, "benchmark").wait()
+
+    def torchs_gather() -> None:
+        compat.native_all_gather(full, own, group).wait()
+
+    return [
+        Contest("reduce-scatter (mean)", our_mean, torchs_mean),
+        Contest("all-gather", our_gather, torchs_gather),
+    ]
+
+
+def measure(work: Callable[[], None]) -> Score:
+    """Run one piece of work on all ranks, from a common start."""
+    dist.barrier()
+    before = loopback_bytes()
+    start = time.perf_counter()
+    work()
+    seconds = torch.tensor([time.perf_counter() - start])
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return Score(seconds.item(), loopback_bytes() - before)
+
+
+def loopback_bytes() -> int:
+    """Return how many bytes have been sent over `lo` so far, or 0 where the kernel does not say."""
+    lines = COUNTERS.read_text().splitlines() if COUNTERS.exists() else []
+    for line in lines:
+        name, _, counts = line.partition(":")
+        if name.strip() == "lo":
+            return int(counts.split()[8])  # the ninth column: bytes sent
+    return 0
+
+
+def describe(name: str, pairs: list[tuple[Score, Score]], buffer_bytes: int) -> None:
+    """Print one row: median times, the median and the middle half of the ratios, bytes per rank over buffer bytes."""
+    ratios = sorted(torchs.seconds / ours.seconds for ours, torchs in pairs)
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    times = [1e3 * statistics.median(pair[side].seconds for pair in pairs) for side in (0, 1)]
+    scale = buffer_bytes * dist.get_world_size()
+    sent = [statistics.median(pair[side].sent_bytes for pair in pairs) / scale for side in (0, 1)]
+    print(
+        f"{name:34}{times[0]:10.1f}{times[1]:11.1f}{middle:7.2f}x{f'{low:.2f}-{high:.2f}':>16}"
+        f"{sent[0]:11.3f}x{sent[1]:7.3f}x",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
