@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import ctypes
 import datetime
 import faulthandler
 import functools
@@ -25,6 +24,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,6 @@ from _pytest.assertion.rewrite import rewrite_asserts
 PRELOAD = ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.utils.checkpoint", "pytest"]
 PRELOAD_IF_USED = ["pydantic", "lightning.pytorch", "pytorch_lightning", "accelerate", "transformers"]
 GRACE_S = 0.2  # seconds the other ranks have to report their own failure after the first, so that both show
-PR_SET_PDEATHSIG = 1  # linux/prctl.h: choose the signal a process gets when its parent ends
 
 
 class Launch(NamedTuple):
@@ -232,8 +231,7 @@ def _end(workers: list[Worker]) -> None:
 def _work(launch: Launch, rank: int, connection: Connection) -> None:
     """Life of one rank: run the body, report, wait until the parent has heard from all, go."""
     os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with open(Path(launch.folder, f"stacks-{rank}"), "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
@@ -248,6 +246,14 @@ def _work(launch: Launch, rank: int, connection: Connection) -> None:
             connection.send_bytes(message)
             connection.recv_bytes()
         os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """End this rank and what it started when a test session is killed before it could."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a rank has a parent"
+    parent.join()
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _run_body(launch: Launch, rank: int) -> Any:

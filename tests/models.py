@@ -74,3 +74,69 @@ def batches(num: int, rank: int, size: int = 3) -> list[tuple[Tensor, Tensor]]:
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy."""
     return nn.functional.cross_entropy(logits.float().reshape(-1, VOCAB), targets.reshape(-1))
+
+
+class Mlp(nn.Module):
+    """Equal layers in a row, each a unit; with `tied` the first and the last share their weight."""
+
+    def __init__(self, depth: int = 3, width: int = 15, tied: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        if tied:
+            self.layers[-1].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.5 * torch.tanh(layer(x))
+        return x
+
+
+class Routes(nn.Module):
+    """Three equal units; a string says which of them run, and in which order."""
+
+    def __init__(self, width: int = 15) -> None:
+        super().__init__()
+        self.units = nn.ModuleDict({name: nn.Sequential(nn.Linear(width, width), nn.Tanh()) for name in "abc"})
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor, route: str = "abc") -> Tensor:
+        for name in route:
+            x = x + self.units[name](x)
+        return self.head(x)
+
+
+class Moe(nn.Module):
+    """A gate and experts; `choice` [num_rows] says which expert gets a row, -1 for none."""
+
+    def __init__(self, width: int = 15, num_experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, num_experts)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(num_experts))
+
+    def forward(self, x: Tensor, choice: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (choice == index).nonzero().squeeze(1)
+            if len(rows):
+                out = out.index_add(0, rows, torch.tanh(expert(x[rows])) * self.gate(x[rows])[:, index : index + 1])
+        return out
+
+
+class MoeModel(nn.Module):
+    """Two residual MoE units between two linear layers of other shapes."""
+
+    def __init__(self, width: int = 15, recompute: str | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Linear(7, width)
+        self.moes = nn.ModuleList(Moe(width) for _ in range(2))
+        self.head = nn.Linear(width, 1)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor, choice: Tensor) -> Tensor:
+        x = self.embed(x)
+        for moe in self.moes:
+            if self.recompute is None:
+                x = x + moe(x, choice)
+            else:
+                x = x + checkpoint(moe, x, choice, use_reentrant=self.recompute == "reentrant")
+        return self.head(x)

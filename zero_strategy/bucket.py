@@ -1,8 +1,9 @@
-"""One bucket: a flat buffer of parameters, this rank's shard of it, and the gradients on their way to the shard.
+"""One bucket: a flat buffer of parameters, this rank's shard of it, and gradients on their way to the shard.
 
-All that a bucket stores and moves is one flat tensor; everything above this file sees slices of named parameters. The
-lifecycle decides when it is whole, the reducer when its gradients are reduced, the optimizer when its shard changes.
-A bucket does not know which stage or which hook calls it. See [Note: Freed parameters] in placeholder.py.
+All that a bucket stores and moves is one flat tensor; everything above this file sees slices of named
+parameters. The lifecycle decides when it is whole, the reducer when its gradients are reduced, the optimizer
+when its shard changes. A bucket does not know which stage or which hook calls it. See [Note: Freed
+parameters] in placeholder.py.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class ParamState:
     def free(self) -> None:
         """Point the parameters at placeholders.
 
-        What autograd saved of them keeps pointing at the flat buffer. Other versions make it refuse those while the
-        buffer is gone; `show` brings the old versions back.
+        What autograd saved of them keeps pointing at the flat buffer. Other versions make it refuse those
+        while the buffer is gone; `show` brings the old versions back.
         """
         if not self._placeholders:
             source = placeholder(self._views[0].dtype, self._views[0].device)
@@ -75,7 +76,8 @@ class Bucket:
         index: Position among the engine's buckets.
         layout: Where each parameter lies.
         flat: [padded_numel] param_dtype; whole buffer. Its storage is empty while the bucket is sharded.
-        param_shard: [owned_numel] param_dtype; this rank's own part, a range of `flat` unless parameters are sharded.
+        param_shard: [owned_numel] param_dtype; this rank's own part, a range of `flat` unless parameters are
+            sharded.
         slices: What of each parameter lies in `param_shard`. All of it, where the optimizer state is whole.
         full_grad: [padded_numel] param_dtype or None; gradients of this rank, until they are reduced.
         grad_shard: [owned_numel] grad_dtype or None; mean over ranks, sum of this step's micro-batches.
@@ -125,12 +127,14 @@ class Bucket:
         """Move the parameters' values into the bucket, make them equal on all ranks, and shard them.
 
         Returns:
-            [owned_numel] fp32, this rank's part of the values before they were rounded to a 16-bit dtype; None if
-            nothing was rounded.
+            [owned_numel] fp32, this rank's part of the values before they were rounded to a 16-bit dtype;
+            None if nothing was rounded.
         """
         source: Tensor | None = None
         rounds = any(param.dtype != self.flat.dtype for param in self.params)
-        target = empty_flat(self.layout.padded_numel, torch.float32, self.flat.device) if rounds else self.flat
+        target = (
+            empty_flat(self.layout.padded_numel, torch.float32, self.flat.device) if rounds else self.flat
+        )
         for start, numel in self.layout.gaps():
             target[start : start + numel].zero_()
         with torch.no_grad():
@@ -153,7 +157,8 @@ class Bucket:
 
         Shapes:
             param_shard [shard_numel] -> flat [padded_numel]
-        Source: ZeRO, arXiv:1910.02054, section 5.3; storage re-allocated in place as in PyTorch FSDP, arXiv:2304.11277.
+        Source: ZeRO, arXiv:1910.02054, section 5.3; storage re-allocated in place as in PyTorch FSDP,
+            arXiv:2304.11277.
         """
         assert not self.is_whole, f"bucket {self.name} is whole already"
         with span("ZeRO::unshard", self.name):
@@ -168,7 +173,7 @@ class Bucket:
         self.is_whole = True
 
     def reshard(self) -> None:
-        """Let go of the whole parameters. What autograd saved of them is valid again once the bucket is whole."""
+        """Let go of the whole parameters; what autograd saved of them is valid again once they are back."""
         assert self.is_whole, f"bucket {self.name} is sharded already"
         with span("ZeRO::reshard", self.name):
             self._free()
@@ -179,7 +184,7 @@ class Bucket:
         free_storage(self.flat)
 
     def start_publish(self) -> Handle | None:
-        """After `param_shard` has changed: start making the whole parameters agree with it, where they stay whole.
+        """After `param_shard` has changed: start making the whole parameters, where they stay, agree with it.
 
         Shapes:
             param_shard [shard_numel] -> flat [padded_numel], in place
@@ -269,13 +274,13 @@ class Bucket:
                 self.grad_shard[piece.shard_start : piece.shard_start + piece.numel].zero_()
 
     def grad_slice(self, piece: ShardSlice) -> Tensor | None:
-        """Return the reduced gradient of a slice, [slice.numel] grad_dtype, or None if no rank used the parameter."""
+        """Return a slice's reduced gradient, [slice.numel] grad_dtype; None if no rank used the parameter."""
         if self.grad_shard is None or not self.has_grad[piece.param_index]:
             return None
         return self.grad_shard[piece.shard_start : piece.shard_start + piece.numel]
 
     def own_grads(self, indices: set[int]) -> Iterator[Tensor]:
-        """Yield the reduced gradients of some parameters within this rank's range, so that ranks never overlap."""
+        """Yield the reduced gradients of some parameters within this rank's range; ranks never overlap."""
         if self.grad_shard is None:
             return
         first = 0 if self.policy.shard_optim else self._collectives.rank * self.layout.shard_numel
@@ -287,7 +292,7 @@ class Bucket:
     # -- queries --
 
     def gather_shards(self, shard: Tensor) -> Tensor:
-        """Return the whole flat buffer whose shards are given, one on each rank. Collective unless state is whole.
+        """Return the whole flat buffer of which each rank gives its shard. Collective.
 
         Shapes:
             shard [owned_numel] -> [padded_numel], same dtype
@@ -308,7 +313,9 @@ class Bucket:
         use = MemoryUse(params=_nbytes(self.param_shard if self.policy.shard_params else self.flat))
         if self.policy.shard_params:
             use.unsharded = self.flat.untyped_storage().nbytes()
-        grads = {g.untyped_storage().data_ptr(): g for g in (self.full_grad, self.grad_shard) if g is not None}
+        grads = {
+            g.untyped_storage().data_ptr(): g for g in (self.full_grad, self.grad_shard) if g is not None
+        }
         use.grads = sum(grad.untyped_storage().nbytes() for grad in grads.values())
         held_numel = self.owned_numel if self.policy.shard_params else self.layout.padded_numel
         used = self.slices if self.policy.shard_params else self.layout.slices(0, self.layout.num_shards)
@@ -348,7 +355,7 @@ class Bucket:
         return self.full_grad is not None and mean.data_ptr() == self._own_range(self.full_grad).data_ptr()
 
     def _mean_target(self, full: Tensor) -> Tensor:
-        """Return where the mean goes: in place where whole gradients are kept anyway, else a tensor of its own."""
+        """Return where the mean goes: in place where whole gradients are kept, else a new tensor."""
         if not self.policy.shard_grads and self.grad_dtype == full.dtype:
             return self._own_range(full)
         return empty_flat(self.owned_numel, self.grad_dtype, full.device)

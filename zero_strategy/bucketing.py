@@ -1,13 +1,14 @@
 """Which parameters share a bucket, and what the stage means for each.
 
-Besides `config.py` the only file that reads the number `stage`: here it turns into three booleans per bucket, and nobody
-after this asks for it again. Called once by the engine, on the whole model; it moves no data.
+Besides `config.py` the only file that reads the number `stage`: here it turns into three booleans per bucket,
+and nobody after this asks for it again. Called once by the engine, on the whole model; it moves no data.
 
 [Note: Units]
-At stage 3 a *unit* is what is unsharded together: the outermost repeated block of the model (siblings of one class, or
-the members of a `ModuleList`), which is a decoder layer in a transformer and a layer in an MLP, without the user
-naming it. What is in no unit belongs to the root and stays whole from the root's forward to the end of its backward.
-A parameter that two units share belongs to the root. A module that routes tokens among experts is one unit with all
+At stage 3 a *unit* is what is unsharded together: the outermost repeated block of the model (siblings of one
+class, or the members of a `ModuleList`), which is a decoder layer in a transformer and a layer in an MLP,
+without the user naming it. What is in no unit belongs to the root and stays whole from the root's forward to
+the end of its backward. A parameter that two units share belongs to the root. A module that routes tokens
+among experts is one unit with all
 of them: which experts run depends on a rank's data, and ranks must gather the same things in the same order.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -153,8 +155,8 @@ def check_model(model: nn.Module) -> ConfigError | None:
         return ConfigError(
             what=f"{len(meta)} parameters are on the meta device, the first is {meta[0]!r}.",
             why="A meta parameter has a shape but no values, so there is nothing to shard.",
-            fix="Build the model on the CPU, or materialise it first: model.to_empty(device='cpu') and load or "
-            "initialise its weights.",
+            fix="Build the model on the CPU, or materialise it first: model.to_empty(device='cpu') and load "
+            "or initialise its weights.",
         )
     if len(devices) > 1:
         return ConfigError(
@@ -178,7 +180,9 @@ def describe_model(model: nn.Module) -> list[str]:
         f"parameter {fqn} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
         for fqn, param in model.named_parameters()
     ]
-    return params + [f"buffer {fqn} {tuple(buffer.shape)} {buffer.dtype}" for fqn, buffer in model.named_buffers()]
+    return params + [
+        f"buffer {fqn} {tuple(buffer.shape)} {buffer.dtype}" for fqn, buffer in model.named_buffers()
+    ]
 
 
 # -- helpers --
@@ -198,11 +202,12 @@ def _check_parameters(model: nn.Module) -> ConfigError | None:
             start = param.data_ptr()
             spans.append((start, start + param.untyped_storage().nbytes() - _offset_bytes(param), fqn))
     spans.sort()
-    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
+    for (_, end, first), (start, _, second) in pairwise(spans):
         if start < end and _overlaps(model, first, second):
             return ConfigError(
                 what=f"Parameters {first!r} and {second!r} are two Parameters that share one storage.",
-                why="Sharding moves each into its own place, and the link between them would be lost without a word.",
+                why="Sharding moves each into its own place, and the link between them would be lost without "
+                "a word.",
                 fix=f"Tie them by assigning the Parameter itself, so that both names are one object: "
                 f"`module.weight = other.weight` ({second!r} = {first!r}).",
             )
@@ -217,7 +222,7 @@ def _overlaps(model: nn.Module, first: str, second: str) -> bool:
 
 
 def _offset_bytes(tensor: Tensor) -> int:
-    return tensor.storage_offset() * tensor.element_size()
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
@@ -230,7 +235,9 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
 
 
 def _descend(module: nn.Module, config: ZeroConfig, prefix: str = "") -> Iterator[nn.Module]:
-    children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    children = [
+        (name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None
+    ]
     classes = Counter(type(child) for _, child in children)
     for name, child in children:
         fqn = f"{prefix}{name}"
@@ -258,10 +265,11 @@ def _users(
     members: list[tuple[str, nn.Parameter]],
     owners: dict[nn.Parameter, list[nn.Module]],
 ) -> tuple[nn.Module, ...]:
-    """Return the modules whose call needs the bucket whole: the unit, and whatever owns its parameters directly.
+    """Return the modules whose call needs the bucket whole: the unit, and what owns its parameters.
 
-    The owners are there so that any of them can be called on its own (`model.block.attention(x)`). For the root, the
-    containers between it and the units count too, so that calling a backbone keeps the root whole across its blocks.
+    The owners are there so that any of them can be called on its own (`model.block.attention(x)`). For the
+    root, the containers between it and the units count too, so that calling a backbone keeps the root whole
+    across its blocks.
     """
     users = dict.fromkeys([unit])
     for _, param in members:

@@ -1,7 +1,7 @@
 """Flat storage: allocation, views of parameters in it, and letting go of it without losing the tensor.
 
-Invariant: buffers are made with inference mode off. A parameter pointed at a tensor made inside `torch.inference_mode()`
-would become an inference tensor, and the next training step would raise.
+Invariant: buffers are made with inference mode off. A parameter pointed at a tensor made inside
+`torch.inference_mode()` would become an inference tensor, and the next training step would raise.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def views_of(flat: Tensor, layout: BucketLayout) -> list[Tensor]:
 
 
 def free_storage(flat: Tensor) -> None:
-    """Give the memory back and keep the tensor: views that autograd saved become valid again after `restore_storage`.
+    """Give the memory back and keep the tensor, for `restore_storage` to make its views valid again.
 
     Nothing may read the tensor in between: torch does not check, and the process dies.
     """

@@ -1,13 +1,14 @@
 """The few torch names that are private or differ between versions, each behind one function.
 
-Everything here was checked on torch 2.11 to 2.13. Callers are the engine's own modules; nothing in this file knows
-about ZeRO.
+Everything here was checked on torch 2.11 to 2.13. Callers are the engine's own modules; nothing in this file
+knows about ZeRO.
 """
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,8 @@ from torch.autograd import Variable
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
     """Set autograd's version counters, without touching any data.
 
-    A tensor that autograd saved refuses to be used once its counter differs from what it was when saved. That is the
-    one check that stands between a backward over a freed weight and a crash of the process.
+    A tensor that autograd saved refuses to be used once its counter differs from what it was when saved. That
+    is the one check that stands between a backward over a freed weight and a crash of the process.
     """
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
@@ -36,12 +37,13 @@ def current_backward() -> int:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have `callback` run when the backward that is running now has finished."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+    Variable._execution_engine.queue_callback(callback)
 
 
-def without_torch_function() -> torch._C.DisableTorchFunctionSubclass:
+def without_torch_function() -> AbstractContextManager[None]:
     """Return a context in which tensor subclasses behave as plain tensors."""
-    return torch._C.DisableTorchFunctionSubclass()
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
 
 
 def native_all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -62,7 +64,8 @@ def native_reduce_scatter_sum(output: Tensor, full: Tensor, group: dist.ProcessG
 def default_timeout(device: torch.device) -> datetime.timedelta | None:
     """Return how long the default process group waits for a rank; None if its backend does not say.
 
-    `new_group` does not inherit it: without this, a group of ours would wait half an hour where the user asked for less.
+    `new_group` does not inherit it: without this, a group of ours would wait half an hour where the user
+    asked for less.
     """
     group = dist.group.WORLD
     assert group is not None, "no default process group"

@@ -13,7 +13,6 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, StrictBool, ValidationError
 
 from zero_strategy.config_keys import AUTO, AUTO_HINTS, KEY_RULES, STAGES_OF_KEY
@@ -309,15 +308,6 @@ class ZeroConfig(_Block):
         return is_named or not {qualified_name, f"{module_class.__module__}.{qualified_name}"}.isdisjoint(
             leaf.classes
         )
-
-    def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype a parameter of this dtype has in its bucket: bf16 if that is on and it is real."""
-        is_cast = self.bf16.enabled and dtype in (torch.float64, torch.float32, torch.float16)
-        return torch.bfloat16 if is_cast else dtype
-
-    def grad_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the gradients of parameters of this dtype accumulate."""
-        return torch.float32 if self.data_types.grad_accum_dtype == "fp32" else param_dtype
 
     @property
     def auto_keys(self) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ from zero_strategy.lifecycle import ParamLifecycle
 from zero_strategy.log import log_once
 from zero_strategy.module_buffers import BufferBroadcaster
 from zero_strategy.optim.elementwise import check_elementwise
-from zero_strategy.optim.sharded_optimizer import Place, ShardedOptimizer, StepSettings, check_params
+from zero_strategy.optim.places import Place
+from zero_strategy.optim.sharded_optimizer import ShardedOptimizer, StepSettings, check_params
 from zero_strategy.passes import BackwardPass, ForwardPass
 from zero_strategy.precision import Masters
 from zero_strategy.reducer import GradReducer
@@ -54,7 +55,8 @@ class ZeroEngine:
     ) -> None:
         """Shard a model. Collective: every rank must call it, with a model of the same structure.
 
-        Rank 0's weights and buffers are everybody's afterwards. The model's own storages are let go of bucket by bucket.
+        Rank 0's weights and buffers are everybody's afterwards. The model's own storages are let go of bucket
+        by bucket.
 
         Args:
             model: Any module whose parameters are on one device. It is changed in place.
@@ -65,7 +67,13 @@ class ZeroEngine:
             ConfigError: The model or the config cannot be honoured; on all ranks.
         """
         first = next(model.parameters(), None)
-        where = torch.device(device) if device is not None else torch.device("cpu") if first is None else first.device
+        where = (
+            torch.device(device)
+            if device is not None
+            else torch.device("cpu")
+            if first is None
+            else first.device
+        )
         topology = Topology(torch.device("cpu") if where.type == "meta" else where)
         self._topology = topology
         self.model = model
@@ -125,17 +133,22 @@ class ZeroEngine:
         """Make an optimizer update this rank's slices only.
 
         Args:
-            optimizer: Any element-wise optimizer over parameters of the model; may be called once per optimizer,
-                each over its own parameters.
+            optimizer: Any element-wise optimizer over parameters of the model; may be called once per
+                optimizer, each over its own parameters.
 
         Returns:
             The optimizer to use from now on.
 
         Raises:
-            ConfigError: It is not element-wise, or holds parameters that are not the model's or not trainable.
+            ConfigError: It is not element-wise, or holds parameters that are not the model's or not
+                trainable.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        error = check_elementwise(optimizer) or check_params(params, self._places) or self._check_unclaimed(params)
+        error = (
+            check_elementwise(optimizer)
+            or check_params(params, self._places)
+            or self._check_unclaimed(params)
+        )
         self._collectives.agree(error)
         settings = StepSettings(
             before_step=self._before_step,
@@ -150,9 +163,9 @@ class ZeroEngine:
     # -- runtime --
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute and reduce gradients: `loss.backward()`, and no hang if the loss depends on no parameter here."""
+        """Compute and reduce gradients: `loss.backward()`, which may also depend on no parameter here."""
         before = self._backward.num_ended
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        loss.backward(**kwargs)
         if self._backward.num_ended == before:
             self._backward.end_unseen()
 
@@ -184,8 +197,9 @@ class ZeroEngine:
         """Make all parameters whole for a block of code. Collective, also at the end if `writeback`.
 
         Args:
-            writeback: Keep what the block has written, rank 0's on all ranks, in the shards and the masters. Otherwise
-                the block must not write: at stage 3 it would be lost, below it would be overwritten by the next step.
+            writeback: Keep what the block has written, rank 0's on all ranks, in the shards and the masters.
+                Otherwise the block must not write: at stage 3 it would be lost, below it would be overwritten
+                    by the next step.
         """
         sharded = [bucket for bucket in self.buckets if bucket.policy.shard_params]
         self._lifecycle.hold(sharded)
@@ -222,7 +236,9 @@ class ZeroEngine:
             return None
         return bucket.views(bucket.gather_shards(bucket.grad_shard))[index].clone()
 
-    def full_state_dict(self, dtype: torch.dtype | None = None, trainable_only: bool = False) -> dict[str, Any]:
+    def full_state_dict(
+        self, dtype: torch.dtype | None = None, trainable_only: bool = False
+    ) -> dict[str, Any]:
         """Gather whole weights. Collective; memory for one bucket besides the result.
 
         Args:
@@ -230,14 +246,16 @@ class ZeroEngine:
             trainable_only: Leave out frozen parameters and buffers.
 
         Returns:
-            On rank 0 CPU tensors under the very keys of `model.state_dict()`, tied names sharing one tensor; on other
-            ranks {}.
+            On rank 0 CPU tensors under the very keys of `model.state_dict()`, tied names sharing one tensor;
+            on other ranks {}.
         """
         return full_weights.gather(
             self.model, self.buckets, self._collectives, dtype=dtype, trainable_only=trainable_only
         )
 
-    def load_full_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> full_weights.LoadResult:
+    def load_full_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> full_weights.LoadResult:
         """Take over whole weights and buffers, masters included. Collective.
 
         Args:
@@ -251,14 +269,16 @@ class ZeroEngine:
         if strict and (result.missing_keys or result.unexpected_keys):
             raise CheckpointError(
                 what=f"The weights do not fit the model: missing {result.missing_keys[:5]}, unexpected "
-                f"{result.unexpected_keys[:5]} ({len(result.missing_keys)} and {len(result.unexpected_keys)} names).",
+                f"{result.unexpected_keys[:5]} ({len(result.missing_keys)} and {len(result.unexpected_keys)} "
+                f"names).",
                 why="With strict=True every name must have its match. What did match has been loaded.",
-                fix="Load them into the model they were saved from, or pass strict=False and look at the result.",
+                fix="Load them into the model they were saved from, or pass strict=False and look at the "
+                "result.",
             )
         return result
 
     def sync_masters_from_params(self) -> None:
-        """Take over the parameters' values after something other than the optimizer has written them in place."""
+        """Take over the parameters' values after something else than the optimizer has written them."""
         self._masters.refresh()
 
     # -- checkpoints --
@@ -267,7 +287,8 @@ class ZeroEngine:
         """Write weights, masters, optimizers and `extra` into a folder. Collective.
 
         Args:
-            path: The folder; made if missing. A checkpoint that is there stays valid until the new one is complete.
+            path: The folder; made if missing. A checkpoint that is there stays valid until the new one is
+                complete.
             extra: Nested dicts and lists of JSON values and tensors. Rank 0's is kept.
 
         Raises:
@@ -328,9 +349,9 @@ class ZeroEngine:
         claimed = {id(param) for optimizer in self.optimizers for param in optimizer.params()}
         for param in params:
             if id(param) in claimed:
-                bucket, index = self._places[param]
                 return ConfigError(
-                    what=f"Parameter {bucket.layout.params[index].fqn!r} belongs to an optimizer of this engine already.",
+                    what=f"Parameter {self._places[param].fqn!r} belongs to an optimizer of this "
+                    f"engine already.",
                     why="Two optimizers would update the same master weights.",
                     fix="Give each parameter to one optimizer, and call shard_optimizer once for each.",
                 )
@@ -346,7 +367,9 @@ def _agreed_config(source: Any, collectives: Collectives) -> ZeroConfig:
         error = raised
     collectives.agree(error)
     assert config is not None, "agreed on no error"
-    collectives.require_same(json.dumps(config.to_dict(), indent=1, sort_keys=True).splitlines(), "The config")
+    collectives.require_same(
+        json.dumps(config.to_dict(), indent=1, sort_keys=True).splitlines(), "The config"
+    )
     return config
 
 

@@ -4,8 +4,8 @@ Every error a user can cause derives from `ZeroError` and carries its three part
 front end can show them its own way and a test can read them. Who may raise: everybody; who may not: code that
 finds a broken internal invariant, which uses `assert` with the values in its text.
 
-An error that only one rank can see is first agreed on by all ranks (`comm.collectives.Collectives.agree`), so that every
-rank raises and none waits for one that is gone.
+An error that only one rank can see is first agreed on by all ranks (`comm.collectives.Collectives.agree`), so
+that every rank raises and none waits for one that is gone.
 """
 
 from __future__ import annotations

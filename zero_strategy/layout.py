@@ -1,12 +1,13 @@
 """Where every parameter lies in a flat buffer, and which part of it belongs to which rank: integers only.
 
-`BucketLayout.build` is the one place that decides boundaries. Buckets, optimizers and checkpoints ask it and never
-compute an offset themselves. It knows names, shapes and sizes; it has never seen a tensor.
+`BucketLayout.build` is the one place that decides boundaries. Buckets, optimizers and checkpoints ask it and
+never compute an offset themselves. It knows names, shapes and sizes; it has never seen a tensor.
 
 [Note: Alignment]
-Every parameter starts, and every shard ends, at a multiple of 16 elements and of 64 bytes. Matrix kernels give other
-bits on operands that are not aligned, and vectorised optimizers treat the elements of a vector's tail differently, so
-an unaligned cut would make the numbers depend on the world size. The room between is declared as padding and counted.
+Every parameter starts, and every shard ends, at a multiple of 16 elements and of 64 bytes. Matrix kernels
+give other bits on operands that are not aligned, and vectorised optimizers treat the elements of a vector's
+tail differently, so an unaligned cut would make the numbers depend on the world size. The room between is
+declared as padding and counted.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """The parameter side of stage 3: whole around use, sharded in between.
 
-Hooks on the modules that need a bucket make it whole before their forward and let go of it after; hooks on their outputs
-make it whole again before their backward. Buckets of the root stay whole from its forward to the end of the backward.
-The next bucket of the last iteration's order is gathered ahead. Below stage 3 there is nothing to do and no hook.
+Hooks on the modules that need a bucket make it whole before their forward and let go of it after; hooks on
+their outputs make it whole again before their backward. Buckets of the root stay whole from its forward to
+the end of the backward. The next bucket of the last iteration's order is gathered ahead. Below stage 3 there
+is nothing to do and no hook.
 
 [Note: When a bucket may go]
-In a forward, when no module that uses it is running. In a backward, when another one is needed (autograd works through
-one unit after the other, the latest first, so the former is done; should it not be, its modules' output hooks ask for
-it again), and at the end. So two buckets and the root are whole at once: the one in use and the one gathered ahead.
+In a forward, when no module that uses it is running. In a backward, when another one is needed (autograd
+works through one unit after the other, the latest first, so the former is done; should it not be, its
+modules' output hooks ask for it again), and at the end. So two buckets and the root are whole at once: the
+one in use and the one gathered ahead.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class ParamLifecycle:
         self._roots = [bucket for bucket in self._buckets if bucket.is_root]
         self._backward = backward
         self._prefetch_numel = prefetch_numel
-        self._num_users = {bucket: 0 for bucket in self._buckets}
+        self._num_users = dict.fromkeys(self._buckets, 0)
         self._under_way: dict[Bucket, Handle] = {}
         self._plans: dict[bool, list[Bucket]] = {True: [], False: []}
         self._plan: list[Bucket] | None = None
@@ -100,7 +102,7 @@ class ParamLifecycle:
         self._end_iteration(grad_enabled=True)
 
     def order_digest(self) -> bytes:
-        """Return 8 bytes that stand for what was gathered in this iteration, in order; ranks must agree on them."""
+        """Return 8 bytes that stand for what was gathered in this iteration, in order; ranks must agree."""
         order = ",".join(str(bucket.index) for bucket in self.order)
         return hashlib.blake2b(order.encode(), digest_size=8).digest()
 
@@ -113,7 +115,7 @@ class ParamLifecycle:
             self._make_whole(bucket)
 
     def let_go(self, buckets: Sequence[Bucket]) -> None:
-        """Undo one `hold`; a bucket that nobody holds is resharded, unless a backward will need it at once."""
+        """Undo one `hold`; a bucket that nobody holds is resharded, unless a backward needs it at once."""
         in_backward = compat.current_backward() != -1
         for bucket in buckets:
             self._num_users[bucket] -= 1
@@ -144,12 +146,14 @@ class ParamLifecycle:
     def _make_room(self, wanted: Bucket) -> None:
         """Let go of the units a backward has passed. See [Note: When a bucket may go]."""
         for bucket in self._buckets:
-            is_needed = bucket.is_root or self._num_users[bucket] or self._unit_of[bucket] is self._unit_of[wanted]
+            is_needed = (
+                bucket.is_root or self._num_users[bucket] or self._unit_of[bucket] is self._unit_of[wanted]
+            )
             if bucket.is_whole and not is_needed:
                 bucket.reshard()
 
     def _follow_plan(self, bucket: Bucket) -> None:
-        """Check the plan against what is really needed; a plan that has gone wrong is dropped without a word."""
+        """Check the plan against what is really needed; a plan that has gone wrong is dropped quietly."""
         if not self.order:
             self._plan = self._plans[torch.is_grad_enabled()]
         position = len(self.order)

@@ -1,6 +1,7 @@
-"""Keeps the model's float buffers equal on all ranks, as DDP does: rank 0's before every synchronised forward.
+"""Keeps the model's float buffers equal on all ranks, as DDP does: rank 0's, before a synchronised forward.
 
-Buffers are not parameters: they keep their dtype, are never sharded, and ranks change them on their own (running means).
+Buffers are not parameters: they keep their dtype, are never sharded, and ranks change them on their own
+(running means).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """When a forward of the root begins and ends, and when a backward begins and ends.
 
-Autograd tells nobody that a backward starts, a user may call any submodule or method instead of the root, and Lightning
-calls `training_step`. These two classes turn all that into four events; they know neither parameters nor gradients.
+Autograd tells nobody that a backward starts, a user may call any submodule or method instead of the root, and
+Lightning calls `training_step`. These two classes turn all that into four events; they know neither
+parameters nor gradients.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ class BackwardPass:
         self._on_abort.append(on_abort)
 
     def begin(self) -> None:
-        """Note that a backward is running; to be called from any of autograd's hooks, as often as they fire."""
+        """Note that a backward is running; may be called from all of autograd's hooks."""
         if not self.is_running:
             self.is_running = True
             compat.at_end_of_backward(self._end)
 
     def end_unseen(self) -> None:
-        """End a backward in which no hook has fired: other ranks may have had gradients and wait for this one."""
+        """End a backward in which no hook has fired: other ranks may have had some, and wait."""
         self.is_running = True
         self._end()
 
     def check(self) -> None:
-        """Clean up after a backward that raised, if there was one; called wherever no backward can be running."""
+        """Clean up after a backward that raised, if one did; called where no backward can be running."""
         if self.is_running and compat.current_backward() == -1:
             self.is_running = False
             for abort in self._on_abort:
@@ -106,7 +107,8 @@ class ForwardPass:
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._exit()
-        # The outermost graph node of the model: the earliest sign of a backward, and outside of any checkpoint.
+        # The outermost graph node of the model: the earliest sign of a backward, and outside of any
+        # checkpoint.
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._on_output_grad)

@@ -1,12 +1,12 @@
 """What a parameter is while its bucket is sharded.
 
 [Note: Freed parameters]
-At stage 3 a parameter is whole only around its use. In between, its data is one NaN element expanded to its shape, so
-shape, numel, dtype and device answer as ever and cost a few bytes, and its class is a subclass of its own class that
-lets such questions through and refuses everything else by name. So a stray read, a stray write, a `state_dict()` or a
-`deepcopy` is an error that says which parameter and what to do, instead of a NaN, a wrong number or a crash. The
-class goes back to what it was as soon as the bucket is whole. (torch does the same with
-`torch.nn.parameter.UninitializedParameter`, whose class changes when its shape becomes known.)
+At stage 3 a parameter is whole only around its use. In between, its data is one NaN element expanded to its
+shape, so shape, numel, dtype and device answer as ever and cost a few bytes, and its class is a subclass of
+its own class that lets such questions through and refuses everything else by name. So a stray read, a stray
+write, a `state_dict()` or a `deepcopy` is an error that says which parameter and what to do, instead of a
+NaN, a wrong number or a crash. The class goes back to what it was as soon as the bucket is whole. (torch does
+the same with `torch.nn.parameter.UninitializedParameter`, whose class changes when its shape becomes known.)
 
 Only `Bucket` frees and restores parameters; nothing else needs to know.
 """
@@ -22,16 +22,11 @@ from torch import Tensor, nn
 from zero_strategy.compat import without_torch_function
 from zero_strategy.errors import ShardingError
 
-# Attributes and methods that answer without the data. `data` is read through a wrapper of its own.
-_ANSWERED = frozenset(
-    """shape size dim ndim numel nelement stride dtype device layout itemsize element_size nbytes requires_grad
-    requires_grad_ grad grad_fn grad_dtype is_leaf is_floating_point is_complex is_signed is_inference is_contiguous
-    is_cuda is_cpu is_meta is_mps is_xpu is_hpu is_ipu is_xla is_vulkan is_mtia is_maia is_sparse is_sparse_csr
-    is_quantized is_mkldnn is_nested is_neg is_conj is_pinned get_device names has_names output_nr retains_grad
-    storage_offset register_hook register_post_accumulate_grad_hook _backward_hooks _post_accumulate_grad_hooks
-    _version _base _is_view _is_zerotensor __hash__ __len__ type is_same_size data_ptr is_shared untyped_storage
-    _has_symbolic_sizes_strides name volatile _python_dispatch""".split()
-)
+# Attributes and methods that answer without the data; the last line makes another tensor of the same kind, as
+# some optimizers do for their state when they are built. `data` is read through a wrapper of its own.
+_ANSWERED = frozenset([
+,
+])  # fmt: skip
 
 
 class FreedTensor(Tensor):
@@ -47,14 +42,18 @@ class FreedTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer questions about shape and kind; refuse what needs the values."""
         name = _attribute(func)
         if name == "data":
             with without_torch_function():
                 value = func(*args, **(kwargs or {}))
-            # Reading `.data` gives a stand-in too, so that `param.data.copy_(...)` is refused just as clearly.
+            # Reading `.data` gives a stand-in too, so that `param.data.copy_(...)` is refused as clearly.
             return value if value is None else value.as_subclass(cls.data_class())
         if name in _ANSWERED:
             with without_torch_function():
@@ -126,9 +125,10 @@ def _refuse(cls: type[FreedTensor], action: str, args: tuple[Any, ...], kwargs: 
     who = type(freed[0]).describe(freed[0]) if freed else cls.__name__
     raise ShardingError(
         what=f"{action} was called on {who}, which is sharded at this moment.",
-        why="At stage 3 a rank holds its shard of a parameter only; the whole values exist around the forward and "
-        "backward of the module that owns it.",
+        why="At stage 3 a rank holds its shard of a parameter only; the whole values exist around the "
+        "forward and backward of the module that owns it.",
         fix="To read or change weights: `with engine.unsharded_params(writeback=...)`. To save: "
-        "`engine.full_state_dict()` or `engine.save_checkpoint(path)`. To load: `engine.load_full_state_dict(sd)` or "
-        "`engine.load_checkpoint(path)`. To use a weight in a forward: call the module that owns it.",
+        "`engine.full_state_dict()` or `engine.save_checkpoint(path)`. To load: "
+        "`engine.load_full_state_dict(sd)` or `engine.load_checkpoint(path)`. To use a weight in a forward: "
+        "call the module that owns it.",
     )

@@ -1,6 +1,7 @@
 """Master weights: the fp32 copy of a 16-bit shard that the optimizer updates.
 
-One `MasterShard` per trainable bucket, owned by the optimizer that trains it. fp32 (and fp64) parameters are their own
+One `MasterShard` per trainable bucket, owned by the optimizer that trains it. fp32 (and fp64) parameters are
+their own
 master: the same class, no copy. Source: Micikevicius et al., arXiv:1710.03740, section 3.1.
 """
 
@@ -18,8 +19,8 @@ class MasterShard:
 
     Attributes:
         weights: [owned_numel] fp32 (the parameters' dtype where that is fp32 or wider).
-        slices: One view of `weights` per slice of the bucket, in the bucket's order; the tensors that the optimizer's
-            state is keyed by.
+        slices: One view of `weights` per slice of the bucket, in the bucket's order; the tensors that the
+            optimizer's state is keyed by.
     """
 
     def __init__(self, bucket: Bucket, unrounded: Tensor | None) -> None:

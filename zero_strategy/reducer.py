@@ -1,14 +1,16 @@
 """The gradient side: from autograd's hooks to reduced shards.
 
-A parameter's gradient is stashed in its bucket when autograd has accumulated it; a bucket whose parameters have all
-reported is reduced while the backward goes on. At its end the ranks compare notes in one small message, reduce what is
-left, and know which parameters had a gradient anywhere. Nothing here may hang because ranks used different parameters.
+A parameter's gradient is stashed in its bucket when autograd has accumulated it; a bucket whose parameters
+have all reported is reduced while the backward goes on. At its end the ranks compare notes in one small
+message, reduce what is left, and know which parameters had a gradient anywhere. Nothing here may hang because
+ranks used different parameters.
 
 [Note: One order of reductions]
-All ranks must issue the same reductions in the same order, while readiness differs between them. So buckets are reduced
-in an agreed order (reverse registration at first, then rank 0's order of readiness, agreed anew when it changes), and a
-bucket waits for those before it. What no rank has used is not reduced at all; a bucket that was used on some ranks only
-is reduced at the end by the others, after the message, which travels in a group of its own.
+All ranks must issue the same reductions in the same order, while readiness differs between them. So buckets
+are reduced in an agreed order (reverse registration at first, then rank 0's order of readiness, agreed anew
+when it changes), and a bucket waits for those before it. What no rank has used is not reduced at all; a
+bucket that was used on some ranks only is reduced at the end by the others, after the message, which travels
+in a group of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from zero_strategy.comm.collectives import Collectives, Handle
 from zero_strategy.errors import ShardingError
 from zero_strategy.passes import BackwardPass
 
+
 class GradReducer:
-    """Stashes gradients, reduces buckets in the agreed order, and settles the rest at the end of the backward.
+    """Stashes gradients, reduces buckets in the agreed order, and settles the rest at the end.
 
     Attributes:
         is_syncing: False inside `no_sync`.
@@ -50,7 +53,8 @@ class GradReducer:
             backward: Is told when a backward begins, and tells when it ends.
             overlap: Let a reduction run while the backward goes on.
             accumulate_whole: Keep whole gradients under `no_sync` also where they are sharded.
-            gather_order: Returns what this rank has gathered in this iteration, as a few bytes; compared between ranks.
+            gather_order: Returns what this rank has gathered in this iteration, as a few bytes; compared
+                between ranks.
         """
         self.is_syncing = True
         self._buckets = [bucket for bucket in buckets if bucket.trainable]
@@ -98,7 +102,8 @@ class GradReducer:
         if not self._reduces_now():
             return
         if self._is_reduced[position]:
-            # Re-entrant checkpointing delivers a shared parameter's gradient in parts. Next time it is waited for.
+            # Re-entrant checkpointing delivers a shared parameter's gradient in parts. Next time it is waited
+            # for.
             self._is_late[position] = True
         elif position not in self._ready and self._is_ready(position):
             self._ready.append(position)
@@ -149,8 +154,10 @@ class GradReducer:
     def _exchange_usage(self) -> tuple[list[list[bool]], list[bool]]:
         """Tell the others which parameters were used here, and learn which were used anywhere.
 
-        One byte a parameter, one a bucket for late gradients, one for "rank 0 saw another order"; combined by maximum.
-        What was gathered travels along with its complement: two maxima that complement each other are one value.
+        One byte a parameter, one a bucket for late gradients, one for "rank 0 saw another order"; combined by
+        maximum.
+        What was gathered travels along with its complement: two maxima that complement each other are one
+            value.
         """
         new_order = self._ready + [position for position in self._order if position not in self._ready]
         message: list[bool] = []
@@ -200,10 +207,12 @@ class GradReducer:
             for spec, param in zip(bucket.layout.params, bucket.params, strict=True):
                 if param.requires_grad:
                     raise ShardingError(
-                        what=f"Parameter {spec.fqn!r} requires a gradient now, but was frozen when the model was sharded.",
-                        why="Frozen parameters have no place for gradients, masters or optimizer state, so its gradient "
-                        "would stay on this rank.",
-                        fix="Build the engine with requires_grad=True and freeze it afterwards, or freeze it again.",
+                        what=f"Parameter {spec.fqn!r} requires a gradient now, but was frozen when the model "
+                        f"was sharded.",
+                        why="Frozen parameters have no place for gradients, masters or optimizer state, so "
+                        "its gradient would stay on this rank.",
+                        fix="Build the engine with requires_grad=True and freeze it afterwards, or freeze it "
+                        "again.",
                     )
 
 
@@ -213,8 +222,9 @@ def _check_same_order(digest_and_complement: list[int]) -> None:
     if any(byte + complement != 255 for byte, complement in pairs):
         raise ShardingError(
             what="Ranks have gathered parameters in different orders in this iteration.",
-            why="A gather takes the shard of every rank, so weights of different modules may have been mixed; the gradients "
-            "of this backward cannot be used.",
-            fix="A module that runs on some ranks only (an expert, a branch that depends on the data) must be one unit "
-            "with its siblings: name its parent in zero_optimization.leaf_module.classes or .names.",
+            why="A gather takes the shard of every rank, so weights of different modules may have been "
+            "mixed; the gradients of this backward cannot be used.",
+            fix="A module that runs on some ranks only (an expert, a branch that depends on the data) must "
+            "be one unit with its siblings: name its parent in zero_optimization.leaf_module.classes or "
+            ".names.",
         )

@@ -1,7 +1,8 @@
 """The two methods the engine hangs on the root module: `no_sync` and `zero_grad`.
 
-Accelerate looks for `model.no_sync`, transformers clears gradients by `model.zero_grad()` alone. Both are instance
-attributes and come off again with `remove`. A deep copy of the module gets plain ones: the engine is not copied.
+Accelerate looks for `model.no_sync`, transformers clears gradients by `model.zero_grad()` alone. Both are
+instance attributes and come off again with `remove`. A deep copy of the module gets plain ones: the engine is
+not copied.
 """
 
 from __future__ import annotations

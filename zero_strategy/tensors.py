@@ -1,4 +1,4 @@
-"""Finds the tensors in whatever a module returns: tuples, dicts, dataclasses, model outputs, caches, user classes."""
+"""Finds the tensors in whatever a module returns: tuples, dicts, dataclasses, model outputs, caches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), nn.Module, type)
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield every tensor reachable from a value, each once.
 
-    Containers are walked, and the attributes of objects of any other class. Modules are not: what they hold is state.
+    Containers are walked, and the attributes of objects of any other class. Modules are not: what they hold
+    is state.
     """
     seen: set[int] = set()
     stack = [value]

@@ -13,7 +13,6 @@ import pickle
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from zero_strategy.config import DEFAULTS, FIELD_KEYS, KNOWN_KEYS, ZeroConfig
@@ -173,17 +172,12 @@ def test_leaf_modules_are_found_by_class_name_and_ending() -> None:
     assert not ZeroConfig().is_leaf(nn.Linear, "")
 
 
-def test_bf16_casts_real_parameters_only_and_gradients_may_accumulate_in_fp32() -> None:
-    config = ZeroConfig(bf16=True, data_types={"grad_accum_dtype": "fp32"})
-    assert config.param_dtype(torch.float32) is config.param_dtype(torch.float64) is torch.bfloat16
-    assert config.param_dtype(torch.int64) is torch.int64
-    assert config.grad_dtype(torch.bfloat16) is torch.float32
+def test_null_accumulation_dtype_is_the_parameters_own() -> None:
     assert (
-        ZeroConfig().grad_dtype(torch.bfloat16) is ZeroConfig().param_dtype(torch.bfloat16) is torch.bfloat16
+        ZeroConfig.load({"data_types": {"grad_accum_dtype": None}}).data_types.grad_accum_dtype
+        == "parameters"
     )
-    assert (
-        ZeroConfig.load({"data_types": {"grad_accum_dtype": None}}).grad_dtype(torch.float64) is torch.float64
-    )
+    assert ZeroConfig(data_types={"grad_accum_dtype": "fp32"}).data_types.grad_accum_dtype == "fp32"
 
 
 # -- every key speaks --

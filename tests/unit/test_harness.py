@@ -61,7 +61,8 @@ def _return_something_local() -> object:
 
 def _start_a_child_and_hang(folder: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    (folder / "pids").write_text(f"{os.getpid()} {child.pid}")
+    (folder / "new").write_text(f"{os.getpid()} {child.pid}")
+    (folder / "new").rename(folder / "pids")  # whole or not there
     _wait_for_nothing()
 
 
@@ -75,6 +76,14 @@ def _is_alive(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def _left_alive(folder: Path) -> list[int]:
+    pids = [int(pid) for pid in (folder / "pids").read_text().split()]
+    deadline = time.monotonic() + 5
+    while any(_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [pid for pid in pids if _is_alive(pid)]
 
 
 def test_results_come_back_in_rank_order() -> None:
@@ -136,12 +145,24 @@ def test_value_that_cannot_be_sent_is_an_error_not_a_hang() -> None:
 def test_no_process_outlives_a_launch_not_even_one_a_rank_started(tmp_path: Path) -> None:
     with expect_error(AssertionError, "hung for 3 s"):
         run_ranks(_start_a_child_and_hang, 1, {"folder": tmp_path}, timeout=3, process_group=False)
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    deadline = time.monotonic() + 5
-    while any(_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [pid for pid in pids if _is_alive(pid)] == []
+    assert _left_alive(tmp_path) == []
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads process states from /proc")
+def test_no_process_outlives_a_session_that_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import pathlib, sys; from tests.unit import test_harness as t;"
+        "t.run_ranks(t._start_a_child_and_hang, 1, {'folder': pathlib.Path(sys.argv[1])})"
+    )
+    session = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=Path(__file__).parents[2])
+    while not (tmp_path / "pids").exists():
+        assert session.poll() is None, f"the session ended by itself with {session.returncode}"
+        time.sleep(0.1)
+    session.kill()
+    session.wait()
+    assert _left_alive(tmp_path) == []
 
 
 @distributed(world_size=[2, 3])

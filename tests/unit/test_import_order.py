@@ -24,7 +24,7 @@ ORDER = [
     "comm.topology", "comm.ledger", "comm.ordered", "comm.collectives",
     "buffers", "placeholder", "bucket", "module_buffers", "precision",
     "passes", "lifecycle", "reducer",
-    "optim.elementwise", "optim.clip", "optim.full_state", "optim.sharded_optimizer",
+    "optim.places", "optim.elementwise", "optim.clip", "optim.full_state", "optim.sharded_optimizer",
     "checkpoint.elements", "checkpoint.safetensors_io", "checkpoint.records", "checkpoint.extra",
     "checkpoint.manifest", "checkpoint.format", "checkpoint.inspection", "checkpoint.hf",
     "checkpoint.full_weights", "checkpoint.save_load", "checkpoint.consolidate",

@@ -1,4 +1,4 @@
-"""Whole weights in the model's own names, gathered to rank 0 and scattered from it, one bucket or tensor at a time."""
+"""Whole weights in the model's own names, gathered to rank 0 and scattered from it, piece by piece."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def scatter(
     """Take over rank 0's whole weights and buffers. Collective. See `ZeroEngine.load_full_state_dict`."""
     own = names_in(model)
     collectives.agree(_check_shapes(own, state_dict) if collectives.rank == 0 else None)
-    given = collectives.broadcast_json([name for name, value in state_dict.items() if isinstance(value, Tensor)])
+    given = collectives.broadcast_json(
+        [name for name, value in state_dict.items() if isinstance(value, Tensor)]
+    )
     present = set(given)
     places = {id(param): (bucket, i) for bucket in buckets for i, param in enumerate(bucket.params)}
     done: set[int] = set()
@@ -134,7 +136,9 @@ def _check_shapes(own: Mapping[str, Any], given: Mapping[str, Any]) -> Checkpoin
     wrong = [
         f"{name!r} has shape {tuple(given[name].shape)}, the model's {tuple(value.shape)}"
         for name, value in own.items()
-        if isinstance(value, Tensor) and isinstance(given.get(name), Tensor) and given[name].shape != value.shape
+        if isinstance(value, Tensor)
+        and isinstance(given.get(name), Tensor)
+        and given[name].shape != value.shape
     ]
     if not wrong:
         return None

@@ -1,8 +1,9 @@
 """A checkpoint of a running engine: every rank writes what it owns, and reads the ranges it needs.
 
-Nothing is gathered in either direction. Every rank stores its range of every parameter, buffer shards included, as named
-runs of elements; loading asks `CheckpointReader` for the runs that this rank owns now, whatever the world size, stage or
-bucket size was that wrote them. Called by the engine; the format is `format`'s business.
+Nothing is gathered in either direction. Every rank stores its range of every parameter, buffer shards
+included, as named runs of elements; loading asks `CheckpointReader` for the runs that this rank owns now,
+whatever the world size, stage or bucket size was that wrote them. Called by the engine; the format is
+`format`'s business.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def save(parts: Parts, path: str, extra: Any) -> None:
     folder = Path(path)
     is_first = collectives.rank == 0
     encoded, extra_tensors = (
-        _agreed(collectives, lambda: encode_extra(extra)) if is_first else _agreed(collectives, lambda: (None, {}))
+        _agreed(collectives, lambda: encode_extra(extra))
+        if is_first
+        else _agreed(collectives, lambda: (None, {}))
     )
     _agreed(collectives, (lambda: _make_folder(folder)) if is_first else _nothing)
     checkpoint_id = collectives.broadcast_json(new_checkpoint_id())
@@ -89,7 +92,14 @@ def save(parts: Parts, path: str, extra: Any) -> None:
         )
         num_bytes = (folder / file_name).stat().st_size
         table = [
-            [run.name, run.shape, dtype_name(run.values.dtype), run.start, run.values.numel(), record.checksum]
+            [
+                run.name,
+                run.shape,
+                dtype_name(run.values.dtype),
+                run.start,
+                run.values.numel(),
+                record.checksum,
+            ]
             for run, record in zip(runs, stored, strict=True)
         ]
         tables = collectives.gather_json([file_name, num_bytes, table])
@@ -122,7 +132,7 @@ def load(parts: Parts, path: str) -> Any:
 
 
 def _own_runs(parts: Parts) -> Iterator[Run]:
-    """Yield what this rank stores: its range of the weights (the masters where there are any) and of the state."""
+    """Yield what this rank stores: its range of weights (masters where there are any) and of state."""
     for bucket in parts.buckets:
         master = parts.masters.existing(bucket)
         source = master.weights if master is not None else bucket.param_shard
@@ -177,7 +187,9 @@ def _persistent_buffers(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     return list(found.values())
 
 
-def _commit(parts: Parts, folder: Path, checkpoint_id: str, tables: list[Any], extra: Any) -> Callable[[], None]:
+def _commit(
+    parts: Parts, folder: Path, checkpoint_id: str, tables: list[Any], extra: Any
+) -> Callable[[], None]:
     return lambda: _manifest(parts, checkpoint_id, tables, extra).write(folder)
 
 
@@ -233,7 +245,7 @@ def _optimizer_record(optimizer: ShardedOptimizer) -> OptimizerRecord:
     groups = full_state.groups_as_json(optimizer.param_groups)
     for group, params in zip(groups, (group["params"] for group in optimizer.param_groups), strict=True):
         group["params"] = [_fqn_of(optimizer, param) for param in params]
-    return OptimizerRecord(class_name=optimizer.user_class, param_groups=tuple(groups))
+    return OptimizerRecord.model_validate({"class": optimizer.user_class, "param_groups": groups})
 
 
 def _make_folder(folder: Path) -> None:
@@ -258,14 +270,19 @@ def _check_fits(parts: Parts, manifest: Manifest, path: str) -> CheckpointError 
     if missing or unexpected:
         return _misfit(
             f"The checkpoint {path} is of another model: {len(missing)} parameters are not in it "
-            f"(first: {missing[:3]}), {len(unexpected)} are in it and not in the model (first: {unexpected[:3]})."
+            f"(first: {missing[:3]}), {len(unexpected)} are in it and not in the model (first: "
+            f"{unexpected[:3]})."
         )
     wrong = [fqn for fqn in here if tuple(here[fqn]) != tuple(there[fqn])]
     if wrong:
         fqn = wrong[0]
-        return _misfit(f"{len(wrong)} parameters have other shapes: {fqn!r} is {there[fqn]} there and {here[fqn]} here.")
+        return _misfit(
+            f"{len(wrong)} parameters have other shapes: {fqn!r} is {there[fqn]} there and {here[fqn]} here."
+        )
     if parts.optimizers and len(manifest.optimizers) != len(parts.optimizers):
-        return _misfit(f"It holds {len(manifest.optimizers)} optimizers, the engine has {len(parts.optimizers)}.")
+        return _misfit(
+            f"It holds {len(manifest.optimizers)} optimizers, the engine has {len(parts.optimizers)}."
+        )
     for number, (optimizer, record) in enumerate(zip(parts.optimizers, manifest.optimizers, strict=False)):
         own = [[_fqn_of(optimizer, param) for param in group["params"]] for group in optimizer.param_groups]
         saved = [list(group["params"]) for group in record.param_groups]  # type: ignore[arg-type]
@@ -281,7 +298,8 @@ def _misfit(what: str) -> CheckpointError:
     return CheckpointError(
         what=what,
         why="Weights and optimizer state are matched by name.",
-        fix="Build the model, the optimizers and their param groups as they were when it was saved. Nothing was loaded.",
+        fix="Build the model, the optimizers and their param groups as they were when it was saved. Nothing "
+        "was loaded.",
     )
 
 
@@ -304,11 +322,13 @@ def _read_optimizers(parts: Parts, reader: CheckpointReader) -> None:
     keys: dict[tuple[int, str], list[str]] = {}
     for name in reader.manifest.tensors:
         if name.startswith("optim/"):
-            _, number, rest = name.split("/", 2)
+            _, position, rest = name.split("/", 2)
             fqn, _, key = rest.rpartition("/")
-            keys.setdefault((int(number), fqn), []).append(key)
+            keys.setdefault((int(position), fqn), []).append(key)
     for number, optimizer in enumerate(parts.optimizers):
-        full_state.load_groups(optimizer, [dict(group) for group in reader.manifest.optimizers[number].param_groups])
+        full_state.load_groups(
+            optimizer, [dict(group) for group in reader.manifest.optimizers[number].param_groups]
+        )
         optimizer.state.clear()
         for param in optimizer.params():
             fqn = _fqn_of(optimizer, param)
@@ -353,5 +373,4 @@ def _nothing() -> None:
 
 
 def _fqn_of(optimizer: ShardedOptimizer, param: nn.Parameter) -> str:
-    bucket, index = optimizer.place_of(param)
-    return bucket.layout.params[index].fqn
+    return optimizer.place_of(param).fqn

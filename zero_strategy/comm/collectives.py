@@ -1,7 +1,8 @@
 """The collectives of the engine, over whatever backend there is, each counted in the ledger.
 
-Two kinds: moves of flat buffers (`all_gather`, `reduce_scatter_mean`), which are asynchronous and return a handle, and
-control messages (flags, names, norms, buffers), which are small and wait. Callers do not know the backend.
+Two kinds: moves of flat buffers (`all_gather`, `reduce_scatter_mean`), which are asynchronous and return a
+handle, and control messages (flags, names, norms, buffers), which are small and wait. Callers do not know the
+backend.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ class Collectives:
             dist.all_gather(list(gathered.unbind()), padded, group=group)
         self._ledger.record("control", (self.world_size - 1) * (longest + 8))
         return [
-            json.loads(bytes(row[: int(size.item())].numpy())) for row, size in zip(gathered, sizes, strict=True)
+            json.loads(bytes(row[: int(size.item())].numpy()))
+            for row, size in zip(gathered, sizes, strict=True)
         ]
 
     def maximum(self, flags: Tensor) -> None:
@@ -193,7 +195,7 @@ class Collectives:
         return rows
 
     def require_same(self, lines: list[str], subject: str) -> None:
-        """Raise on all ranks if a list of lines is not the same everywhere. Collective; sends digests if it is.
+        """Raise on all ranks if a list of lines is not the same everywhere. Collective.
 
         Args:
             lines: What must agree, such as a line per parameter.
@@ -213,7 +215,8 @@ class Collectives:
             error = ConfigError(
                 what=f"{subject} differs from rank 0's: there {first[0]!r}, here {first[1]!r}.",
                 why="Every rank holds its shard of one and the same thing, so all ranks must build the same.",
-                fix="Build the model and the config alike on every rank (the values of weights may differ: rank 0's count).",
+                fix="Build the model and the config alike on every rank (the values of weights may differ: "
+                "rank 0's count).",
             )
         self.agree(error)
 
@@ -244,11 +247,12 @@ def _waiting_for(what: str) -> Iterator[None]:
     except RuntimeError as error:
         raise ShardingError(
             what=f"{what} did not finish: {str(error).splitlines()[0]}",
-            why="Another rank has ended, or ran other code than this one and never joined in. Every rank must run the "
-            "same forwards, backwards and steps in the same order.",
-            fix="Look at the other ranks' errors first. If there is none: do ranks have different numbers of batches, or "
-            "does the model choose its modules by a rank's own data? Such modules are one unit if they are named in "
-            "zero_optimization.leaf_module. Waiting ends at the process group's timeout (init_process_group(timeout=...)).",
+            why="Another rank has ended, or ran other code than this one and never joined in. Every rank "
+            "must run the same forwards, backwards and steps in the same order.",
+            fix="Look at the other ranks' errors first. If there is none: do ranks have different numbers of "
+            "batches, or does the model choose its modules by a rank's own data? Such modules are one unit "
+            "if they are named in zero_optimization.leaf_module. Waiting ends at the process group's timeout "
+            "(init_process_group(timeout=...)).",
         ) from error
 
 
@@ -262,4 +266,8 @@ def _divide(tensor: Tensor, divisor: int) -> None:
 
 
 def _to_tensor(payload: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if payload
+        else torch.empty(0, dtype=torch.uint8)
+    )

@@ -1,7 +1,7 @@
 """Counts every byte sent and adds up every byte held.
 
-The collectives record what they send here, by kind and call. What is held is not recorded but asked for: whoever owns
-tensors gives the ledger a function that reports them, so the two can never drift apart.
+The collectives record what they send here, by kind and call. What is held is not recorded but asked for:
+whoever owns tensors gives the ledger a function that reports them, so the two can never drift apart.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Ledger:
     """Bytes held and bytes sent by one engine on this rank.
 
     Attributes:
-        comm: `{kind: {"calls": int, "bytes_sent": int}}` since the last `reset()`. `control` holds everything the
-            formulas of the papers leave out: flags, names, buffers and the first broadcast of the weights.
+        comm: `{kind: {"calls": int, "bytes_sent": int}}` since the last `reset()`. `control` holds everything
+            the formulas of the papers leave out: flags, names, buffers and the first broadcast of the
+                weights.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """Collectives built from gloo's simplest pieces, with the bytes of theory and one order of additions.
 
-torch's reduce-scatter on gloo is an all-reduce of a copy and sends twice what is needed; its ring adds in an order that
-depends on where an element lies. Here every rank sends each other rank its part once, and adds what it receives in
+torch's reduce-scatter on gloo is an all-reduce of a copy and sends twice what is needed; its ring adds in an
+order that depends on where an element lies. Here every rank sends each other rank its part once, and adds
+what it receives in
 rank order: (N-1)/N of the buffer per rank, and a sum that does not depend on bucket or position.
 
 Stateless; called by `Collectives` only. A group of None means that there is nobody else.
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SUM_CHUNK_NUMEL = 1 << 16  # elements summed at a time: two operands and an fp32 sum of this size stay in the L2 cache
+SUM_CHUNK_NUMEL = (
+    1 << 16
+)  # elements summed at a time: two operands and an fp32 sum of this size stay in the L2 cache
 
 
 def start_all_gather(flat: Tensor, shard_numel: int, group: dist.ProcessGroup | None) -> list[dist.Work]:

@@ -1,8 +1,9 @@
 """Which process groups there are, and who is in them.
 
-Built once by the engine, closed by it. Gathers and reductions have a group each, because autograd interleaves the two
-differently on each rank and a group's collectives must be issued in one order. Control messages (flags, names, norms)
-have a third, always on gloo, so that they never wait for a device and never take part in the order of the other two.
+Built once by the engine, closed by it. Gathers and reductions have a group each, because autograd interleaves
+the two differently on each rank and a group's collectives must be issued in one order. Control messages
+(flags, names, norms) have a third, always on gloo, so that they never wait for a device and never take part
+in the order of the other two.
 
 Without an initialised `torch.distributed` there is one rank and no group; the collectives degenerate.
 """
@@ -22,7 +23,8 @@ class Topology:
         rank: This process in the default group, 0 if there is none.
         world_size: Number of processes in it, 1 if there is none.
         device: Where the tensors live that gathers and reductions move.
-        native: Whether the backend's own collectives are used for them (NCCL and the like) rather than ours (gloo).
+        native: Whether the backend's own collectives are used for them (NCCL and the like) rather than ours
+            (gloo).
         gather_group, reduce_group, control_group: None if there is no default group.
     """
 

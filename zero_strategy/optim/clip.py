@@ -1,7 +1,7 @@
 """Gradient clipping on slices: the same norm and the same coefficient on every rank.
 
-Norms are computed in fp64 and rounded once, so that they do not depend on stage, world size or bucket size. Pure
-functions over the slices that a rank holds; the sum over ranks is the caller's.
+Norms are computed in fp64 and rounded once, so that they do not depend on stage, world size or bucket size.
+Pure functions over the slices that a rank holds; the sum over ranks is the caller's.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ def global_norm(slices: Iterable[Tensor], norm_type: float, collectives: Collect
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """Return what to multiply gradients by so that their norm is at most `max_norm`, [] fp32, never above 1."""
+    """Return the factor that brings gradients down to a norm of `max_norm`, [] fp32, at most 1."""
     return torch.clamp(max_norm / (norm + _EPS), max=1.0)

@@ -1,7 +1,8 @@
 """Tells whether an optimizer may run on slices of parameters.
 
-Right on slices is only an update of each element from its own gradient and state (Fact 1 of the ZeRO derivation:
-the update is separable). torch's element-wise classes are known by name, the well-known others are refused by name
+Right on slices is only an update of each element from its own gradient and state (Fact 1 of the ZeRO
+derivation: the update is separable). torch's element-wise classes are known by name, the well-known others
+are refused by name
 with their reason, and any other class is tried: on a small tensor, whole and in slices.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +46,9 @@ _REFUSED = {
     "4bit": "its quantisation blocks would straddle the borders of shards",
 }
 
+_TRIAL_LR = 0.1  # large beside the tolerance of the comparison
+_TRIAL_SLICE_NUMEL = 96  # of 256: slices of unequal length that cut through rows
+
 
 def check_elementwise(optimizer: Optimizer) -> ConfigError | None:
     """Return why an optimizer cannot run on slices, or None. Does not change the optimizer."""
@@ -51,45 +56,81 @@ def check_elementwise(optimizer: Optimizer) -> ConfigError | None:
     if type(optimizer) in _ELEMENTWISE:
         return None
     for refused, reason in _REFUSED.items():
-        if refused.lower() in name.lower():
+        if _is_word_of(refused, name):
             return _refusal(f"{name} cannot run on shards: {reason}.")
     try:
-        is_elementwise = _same_on_slices(optimizer)
+        is_elementwise = all(_same_on_slices(optimizer, group) for group in _distinct(optimizer))
     except Exception as error:
-        return _refusal(f"{name} is not known, and a trial step on a small tensor failed: {type(error).__name__}: {error}.")
+        return _refusal(
+            f"{name} is not known, and a trial step on a small tensor failed: {type(error).__name__}: "
+            f"{error}."
+        )
     if is_elementwise:
         return None
-    return _refusal(f"{name} cannot run on shards: on a small tensor it gave other weights whole than in slices.")
+    return _refusal(
+        f"{name} cannot run on shards: on a small tensor it gave other weights whole than in slices."
+    )
 
 
 def _refusal(what: str) -> ConfigError:
     return ConfigError(
         what=what,
-        why="A rank updates only its slices of the parameters, so each element's update may depend on nothing but that "
-        "element's own gradient and state.",
+        why="A rank updates only its slices of the parameters, so each element's update may depend on "
+        "nothing but that element's own gradient and state.",
         fix="Use an element-wise optimizer (AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam, Lion ...).",
     )
 
 
-def _same_on_slices(optimizer: Optimizer) -> bool:
+def _is_word_of(word: str, name: str) -> bool:
+    """Tell whether a class name has a word in it: `FusedLAMB` and `lamb` have "LAMB", `LambdaSGD` has not."""
+    start = name.lower().find(word.lower())
+    if start < 0:
+        return False
+    before, first, after = name[:start][-1:], name[start], name[start + len(word) :][:1]
+    begins = not before.isalpha() or not first.islower()
+    return begins and not after.islower()
+
+
+def _distinct(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of every param group, each once: a class may treat groups in different ways."""
+    distinct: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if isinstance(settings.get("lr"), float | int | Tensor):
+            # A warm-up starts at 0, and no update at all would look the same whole and in slices.
+            settings["lr"] = _TRIAL_LR
+        if not any(repr(settings) == repr(other) for other in distinct):
+            distinct.append(settings)
+    return distinct
+
+
+def _same_on_slices(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
+    """Step a matrix whole, and slices of it each on its own as ranks would, and compare."""
+    device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(16, 16, generator=generator)
-    grads = [torch.randn(16, 16, generator=generator) for _ in range(3)]
-    whole = [weights.clone()]
-    _try(optimizer, whole, [[grad] for grad in grads])
-    pieces = list(weights.clone().reshape(-1).split(96))
-    _try(optimizer, pieces, [list(grad.reshape(-1).split(96)) for grad in grads])
-    return torch.allclose(whole[0].reshape(-1), torch.cat(pieces), rtol=1e-6, atol=1e-8)
+    weights, *grads = (torch.randn(16, 16, generator=generator).to(device) for _ in range(4))
+    whole = _stepped(optimizer, settings, weights, grads)
+    flat_grads = [grad.reshape(-1).split(_TRIAL_SLICE_NUMEL) for grad in grads]
+    pieces = [
+        _stepped(optimizer, settings, piece, [grad[number] for grad in flat_grads])
+        for number, piece in enumerate(weights.reshape(-1).split(_TRIAL_SLICE_NUMEL))
+    ]
+    return torch.allclose(whole.reshape(-1), torch.cat(pieces), rtol=1e-6, atol=1e-8)
 
 
-def _try(optimizer: Optimizer, weights: list[Tensor], grads_of_steps: list[list[Tensor]]) -> None:
-    """Run a copy of the optimizer, with its first param group's settings, on tensors of our own."""
+def _stepped(optimizer: Optimizer, settings: dict[str, Any], start: Tensor, grads: list[Tensor]) -> Tensor:
+    """Return what a copy of the optimizer makes of a tensor of our own, one step for each gradient."""
     trial = copy.copy(optimizer)
-    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    trial.param_groups = [{**copy.deepcopy(settings), "params": weights}]
+    # torch's own way of copying leaves out hooks, which is right here, and what a subclass has set on itself.
+    for name, value in vars(optimizer).items():
+        if name not in vars(trial):
+            setattr(trial, name, copy.copy(value))
+    weight = start.clone()
+    trial.param_groups = [{**copy.deepcopy(settings), "params": [weight]}]
     trial.state = defaultdict(dict)
     step = type(optimizer).step
-    for grads in grads_of_steps:
-        for weight, grad in zip(weights, grads, strict=True):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for grad in grads:
             weight.grad = grad.clone()
-        step(trial)
+            step(trial)
+    return weight

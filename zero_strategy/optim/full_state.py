@@ -7,23 +7,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero_strategy.bucket import Bucket
 from zero_strategy.buffers import empty_flat
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.errors import CheckpointError
 from zero_strategy.layout import ShardSlice
-
-if TYPE_CHECKING:
-    from zero_strategy.bucket import Bucket
-    from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+from zero_strategy.optim.places import SlicedOptimizer
 
 
 def cut(value: Any, param_numel: int, piece: ShardSlice) -> Any:
-    """Return a slice's share of a state entry: its range of an element-wise tensor, a copy of anything else."""
+    """Return a slice's share of a state entry: its range of element-wise tensors, a copy of the rest."""
     if not isinstance(value, Tensor):
         return value
     if value.dim() and value.numel() == param_numel:
@@ -31,7 +29,7 @@ def cut(value: Any, param_numel: int, piece: ShardSlice) -> Any:
     return value.detach().clone()
 
 
-def gather(optimizer: ShardedOptimizer, collectives: Collectives) -> dict[str, Any]:
+def gather(optimizer: SlicedOptimizer, collectives: Collectives) -> dict[str, Any]:
     """Return the whole state on rank 0. See `ShardedOptimizer.state_dict`."""
     ids = {param: index for index, param in enumerate(optimizer.params())}
     fqns = {index: _fqn(optimizer, param) for param, index in ids.items()}
@@ -54,13 +52,16 @@ def gather(optimizer: ShardedOptimizer, collectives: Collectives) -> dict[str, A
                         value = view.detach().to("cpu", copy=True).reshape(shapes[spec.fqn])
                         state[by_fqn[spec.fqn]][key] = value
     groups = [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": [ids[p] for p in group["params"]]}
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [ids[p] for p in group["params"]],
+        }
         for group in optimizer.param_groups
     ]
     return {"state": state, "param_groups": groups}
 
 
-def scatter(optimizer: ShardedOptimizer, state_dict: dict[str, Any], collectives: Collectives) -> None:
+def scatter(optimizer: SlicedOptimizer, state_dict: dict[str, Any], collectives: Collectives) -> None:
     """Take over rank 0's whole state. See `ShardedOptimizer.load_state_dict`."""
     is_source = collectives.rank == 0
     collectives.agree(_check_fits(optimizer, state_dict) if is_source else None)
@@ -84,7 +85,7 @@ def scatter(optimizer: ShardedOptimizer, state_dict: dict[str, Any], collectives
                 optimizer.state[weight][key] = value.to(weight.dtype) if value.is_floating_point() else value
 
 
-def load_groups(optimizer: ShardedOptimizer, saved: list[dict[str, Any]]) -> None:
+def load_groups(optimizer: SlicedOptimizer, saved: list[dict[str, Any]]) -> None:
     """Write saved hyper-parameters into the param groups; JSON's lists become tuples again."""
     for group, values in zip(optimizer.param_groups, saved, strict=True):
         for key, value in values.items():
@@ -126,12 +127,11 @@ def _scalar(kind: list[Any]) -> Any:
     return kind[1] if kind[0] == "plain" else torch.tensor(kind[2], dtype=getattr(torch, kind[1]))
 
 
-def _fqn(optimizer: ShardedOptimizer, param: torch.nn.Parameter) -> str:
-    place = optimizer.place_of(param)
-    return place.bucket.layout.params[place.index].fqn
+def _fqn(optimizer: SlicedOptimizer, param: torch.nn.Parameter) -> str:
+    return optimizer.place_of(param).fqn
 
 
-def _agree_on_kinds(optimizer: ShardedOptimizer, collectives: Collectives) -> dict[str, dict[str, list[Any]]]:
+def _agree_on_kinds(optimizer: SlicedOptimizer, collectives: Collectives) -> dict[str, dict[str, list[Any]]]:
     """Learn what state each parameter has on whichever ranks hold a slice of it."""
     mine: dict[str, dict[str, list[Any]]] = {}
     for entry in optimizer.slice_states():
@@ -142,7 +142,9 @@ def _agree_on_kinds(optimizer: ShardedOptimizer, collectives: Collectives) -> di
     return everybody
 
 
-def _element_keys(bucket: Bucket, kinds: dict[str, dict[str, list[Any]]]) -> Iterator[tuple[str, torch.dtype]]:
+def _element_keys(
+    bucket: Bucket, kinds: dict[str, dict[str, list[Any]]]
+) -> Iterator[tuple[str, torch.dtype]]:
     keys: dict[str, torch.dtype] = {}
     for spec in bucket.layout.params:
         for key, kind in kinds.get(spec.fqn, {}).items():
@@ -151,7 +153,7 @@ def _element_keys(bucket: Bucket, kinds: dict[str, dict[str, list[Any]]]) -> Ite
     yield from sorted(keys.items())
 
 
-def _shard_of_state(optimizer: ShardedOptimizer, bucket: Bucket, key: str, dtype: torch.dtype) -> Tensor:
+def _shard_of_state(optimizer: SlicedOptimizer, bucket: Bucket, key: str, dtype: torch.dtype) -> Tensor:
     shard = empty_flat(bucket.owned_numel, dtype, bucket.flat.device).zero_()
     for param in optimizer.params():
         if optimizer.place_of(param).bucket is bucket:
@@ -176,16 +178,20 @@ def _table_of(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numel(entry: dict[str, Any]) -> int:
-    return max((value.numel() for value in entry.values() if isinstance(value, Tensor) and value.dim()), default=-1)
+    return max(
+        (value.numel() for value in entry.values() if isinstance(value, Tensor) and value.dim()), default=-1
+    )
 
 
-def _check_fits(optimizer: ShardedOptimizer, state_dict: dict[str, Any]) -> CheckpointError | None:
-    fix = "Build the optimizer as it was when the state was saved: the same param groups with the same parameters."
+def _check_fits(optimizer: SlicedOptimizer, state_dict: dict[str, Any]) -> CheckpointError | None:
+    fix = "Build the optimizer as it was when the state was saved, with the same param groups."
     try:
         saved = [len(group["params"]) for group in state_dict["param_groups"]]
         state = state_dict["state"]
     except (KeyError, TypeError) as error:
-        return CheckpointError(what=f"This is no optimizer state: {error!r}.", why="It lacks torch's own keys.", fix=fix)
+        return CheckpointError(
+            what=f"This is no optimizer state: {error!r}.", why="It lacks torch's own keys.", fix=fix
+        )
     here = [len(group["params"]) for group in optimizer.param_groups]
     if saved != here:
         return CheckpointError(
@@ -198,7 +204,8 @@ def _check_fits(optimizer: ShardedOptimizer, state_dict: dict[str, Any]) -> Chec
         numel = _numel(state.get(index, {}))
         if numel not in (-1, param.numel()):
             return CheckpointError(
-                what=f"The saved state of {_fqn(optimizer, param)!r} has {numel} elements, the parameter {param.numel()}.",
+                what=f"The saved state of {_fqn(optimizer, param)!r} has {numel} elements, the parameter "
+                f"{param.numel()}.",
                 why="State is matched to parameters by their position in the groups.",
                 fix=fix,
             )

@@ -1,9 +1,9 @@
 """The user's optimizer, run on this rank's slices.
 
-Param groups hold the user's parameters, as ever: schedulers write to them, callbacks read them. Only inside `step()` they
-hold this rank's slices of the master weights instead, each with its reduced gradient, and the user's own class updates
-those. So any element-wise optimizer works, with its own state, and a slice without a gradient is skipped as a parameter
-without one would be.
+Param groups hold the user's parameters, as ever: schedulers write to them, callbacks read them. Only inside
+`step()` they hold this rank's slices of the master weights instead, each with its reduced gradient, and the
+user's own class updates those. So any element-wise optimizer works, with its own state, and a slice without a
+gradient is skipped as a parameter without one would be.
 
 Invariant: no method but `step` assigns to `self`. Lightning's wrapper runs them with itself as `self`.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,23 +25,8 @@ from zero_strategy.errors import ConfigError
 from zero_strategy.layout import ShardSlice
 from zero_strategy.optim import full_state
 from zero_strategy.optim.clip import clip_coefficient, global_norm
+from zero_strategy.optim.places import Place, SliceState
 from zero_strategy.precision import Masters
-
-
-class Place(NamedTuple):
-    """Where a parameter lies."""
-
-    bucket: Bucket
-    index: int  # which parameter of the bucket
-
-
-class SliceState(NamedTuple):
-    """One entry of the optimizer's state for one slice."""
-
-    fqn: str
-    piece: ShardSlice
-    key: str
-    value: Any  # Tensor of [piece.numel], or a 0-d tensor or a number that all slices of the parameter share
 
 
 @dataclass
@@ -105,7 +90,7 @@ class ShardedOptimizer(Optimizer):
 
     # -- runtime --
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights from the reduced gradients.
 
         Args:
@@ -168,8 +153,8 @@ class ShardedOptimizer(Optimizer):
             norm_type: The p of the p-norm.
 
         Returns:
-            [] fp32, the norm *before* clipping, over all ranks, each element counted once. What the gradients were
-            multiplied by is `clip_coefficient`.
+            [] fp32, the norm *before* clipping, over all ranks, each element counted once. What the gradients
+            were multiplied by is `clip_coefficient`.
         """
         run = self._run
         own = (grad for bucket, wanted in self._params_of() for grad in bucket.own_grads(wanted))
@@ -222,7 +207,7 @@ class ShardedOptimizer(Optimizer):
         """Yield this rank's state, slice by slice."""
         for param, slices in self._run.slices.items():
             place = self._run.places[param]
-            fqn = place.bucket.layout.params[place.index].fqn
+            fqn = place.fqn
             for piece, weight in slices:
                 for key, value in self.state.get(weight, {}).items():
                     yield SliceState(fqn, piece, key, value)
@@ -263,7 +248,7 @@ class ShardedOptimizer(Optimizer):
             yield from group["params"]
 
     def memory(self) -> MemoryUse:
-        """Return the bytes of the optimizer's state; step counters and the like are told apart as `scalars`."""
+        """Return the bytes of the optimizer's state; step counters and the like apart, as `scalars`."""
         use = MemoryUse()
         for entry in self.slice_states():
             if isinstance(entry.value, Tensor):
@@ -290,8 +275,10 @@ class ShardedOptimizer(Optimizer):
             place = self._run.places[param]
             self._run.slices[param] = [
                 (piece, weight)
-                for piece, weight in zip(place.bucket.slices, self._run.masters.of(place.bucket).slices, strict=True)
-                if piece.param_index == place.index
+                for piece, weight in zip(
+                    place.bucket.slices, self._run.masters.of(place.bucket).slices, strict=True
+                )
+                if piece.param_index == place.param_index
             ]
 
     # -- helpers --
@@ -309,7 +296,7 @@ class ShardedOptimizer(Optimizer):
         wanted: dict[Bucket, set[int]] = {}
         for param in self.params():
             place = self._run.places[param]
-            wanted.setdefault(place.bucket, set()).add(place.index)
+            wanted.setdefault(place.bucket, set()).add(place.param_index)
         yield from wanted.items()
 
     def _grads(self) -> Iterator[Tensor]:
@@ -337,16 +324,17 @@ def check_params(params: Iterable[nn.Parameter], places: dict[nn.Parameter, Plac
         place = places.get(param)
         if place is None:
             return ConfigError(
-                what=f"The optimizer holds a parameter that the sharded model does not have: number {position}, of shape "
-                f"{tuple(param.shape)}.",
+                what=f"The optimizer holds a parameter that the sharded model does not have: number "
+                f"{position}, of shape {tuple(param.shape)}.",
                 why="Its gradient would never be reduced, so each rank would train its own copy.",
-                fix="Build the optimizer from the parameters of the model that was given to ZeroEngine, and one engine "
-                "for each model.",
+                fix="Build the optimizer from the parameters of the model that was given to ZeroEngine, and "
+                "one engine for each model.",
             )
         if not place.bucket.trainable:
             return ConfigError(
-                what=f"The optimizer holds the frozen parameter {place.bucket.layout.params[place.index].fqn!r}.",
+                what=f"The optimizer holds the frozen parameter {place.fqn!r}.",
                 why="It did not require a gradient when the model was sharded, so it has no place for one.",
-                fix="Give the optimizer only parameters with requires_grad=True, or set it before building the engine.",
+                fix="Give the optimizer only parameters with requires_grad=True, or set it before building "
+                "the engine.",
             )
     return None

@@ -1,0 +1,240 @@
+"""One training loop, driven four ways, and the comparison of what it leaves: the oracle of the parity tests.
+
+`Plain` is ordinary torch in one process, `Ddp` is torch's DistributedDataParallel, `Zero` is the engine; all run the same
+`train` with the same seeded data, and record losses, norms, gradients before `zero_grad` and weights after every step.
+`train_whole_batch` is `Plain` on the batches of all ranks concatenated: what data parallelism must reproduce.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import zero_strategy as zs
+from tests.harness import rank, world_size
+from tests.models import Awkward, batches, loss_of, param_groups
+
+
+def adamw(model: nn.Module, lr: float = 1e-2) -> Optimizer:
+    """AdamW over two param groups."""
+    return torch.optim.AdamW(param_groups(model, lr), lr=lr)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, and how.
+
+    Attributes:
+        num_steps: Optimizer steps.
+        accumulation: Micro-batches per step.
+        reduces_each: Whether every micro-batch is reduced, rather than the last of a step only (`no_sync`).
+        recompute: None, "reentrant" or "non-reentrant".
+        max_norm: Clip the global norm to this.
+        max_value: Clip every element to this.
+        build: Makes the model, seeded.
+        optimizer: Makes the optimizer.
+        dtype: Cast the model to this before anything else.
+    """
+
+    num_steps: int = 10
+    accumulation: int = 1
+    reduces_each: bool = False
+    recompute: str | None = None
+    max_norm: float | None = None
+    max_value: float | None = None
+    build: Callable[[str | None], nn.Module] = Awkward
+    optimizer: Callable[[nn.Module], Optimizer] = adamw
+    dtype: torch.dtype | None = None
+
+    def model(self) -> nn.Module:
+        """The model, the same on every rank and in every way."""
+        torch.manual_seed(0)
+        model = self.build(self.recompute)
+        return model if self.dtype is None else model.to(self.dtype)
+
+
+@dataclass
+class Trace:
+    """What a training left behind; `weights` are there on rank 0 only if they were sharded."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    grads: list[dict[str, Tensor | None]] = field(default_factory=list)
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+# -- the ways ------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """Ordinary torch."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.model = recipe.model()
+        self.module: nn.Module = self.model
+        self.optimizer = recipe.optimizer(self.model)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def clip_norm(self, max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def clip_value(self, max_value: float) -> None:
+        nn.utils.clip_grad_value_(self.model.parameters(), max_value)
+
+    def grads(self) -> dict[str, Tensor | None]:
+        named = self.model.named_parameters()
+        return {name: None if param.grad is None else param.grad.clone() for name, param in named}
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class Ddp(Plain):
+    """torch's own data parallelism."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.module = DistributedDataParallel(self.model, find_unused_parameters=True)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return self.module.no_sync()
+
+
+class Zero(Plain):
+    """The engine, with whatever settings."""
+
+    def __init__(self, recipe: Recipe, **settings: Any) -> None:
+        self.model = self.module = recipe.model()
+        settings.setdefault("stage3_param_persistence_threshold", 0)
+        self.engine = zs.ZeroEngine(self.model, zs.ZeroConfig(**settings))
+        self.optimizer = self.engine.shard_optimizer(recipe.optimizer(self.model))
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return self.engine.no_sync()
+
+    def clip_norm(self, max_norm: float) -> Tensor:
+        return self.optimizer.clip_grad_norm_(max_norm)
+
+    def clip_value(self, max_value: float) -> None:
+        self.optimizer.clip_grad_value_(max_value)
+
+    def grads(self) -> dict[str, Tensor | None]:
+        return {name: self.engine.full_grad(param) for name, param in self.model.named_parameters()}
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.engine.full_state_dict()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+# -- training ------------------------------------------------------------------------------------------------
+
+
+def train(way: Plain, recipe: Recipe, data: list[tuple[Tensor, Tensor]] | None = None) -> Trace:
+    """Run a recipe; by default on this rank's own batches. Closes the way."""
+    data = data or batches(recipe.num_steps * recipe.accumulation, rank())
+    trace = Trace()
+    for step in range(recipe.num_steps):
+        for micro in range(recipe.accumulation):
+            tokens, targets = data[step * recipe.accumulation + micro]
+            is_last = micro == recipe.accumulation - 1
+            with way.no_sync() if not (is_last or recipe.reduces_each) else contextlib.nullcontext():
+                loss = loss_of(way.module(tokens), targets) / recipe.accumulation
+                loss.backward()
+            trace.losses.append(loss.detach())
+        if recipe.max_norm is not None:
+            trace.norms.append(way.clip_norm(recipe.max_norm))
+        if recipe.max_value is not None:
+            way.clip_value(recipe.max_value)
+        trace.grads.append(way.grads())
+        way.optimizer.step()
+        way.optimizer.zero_grad()
+        trace.weights.append(way.weights())
+    way.close()
+    return trace
+
+
+def train_zero(recipe: Recipe, **settings: Any) -> Trace:
+    """Run a recipe on the engine."""
+    return train(Zero(recipe, **settings), recipe)
+
+
+def train_ddp(recipe: Recipe) -> Trace:
+    """Run a recipe on torch's DDP, which is plain torch where there is no process group."""
+    return train(Ddp(recipe) if dist.is_initialized() else Plain(recipe), recipe)
+
+
+def train_whole_batch(recipe: Recipe) -> Trace:
+    """Run a recipe in this process alone, on the batches of all ranks concatenated."""
+    num = recipe.num_steps * recipe.accumulation
+    everybody = zip(*(batches(num, other) for other in range(world_size())), strict=True)
+    whole = [(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])) for pairs in everybody]
+    return train(Plain(recipe), recipe, whole)
+
+
+# -- comparison ----------------------------------------------------------------------------------------------
+
+
+def assert_same_bits(trace: Trace, reference: Trace) -> None:
+    """Require two traces to be equal in every bit; weights where both have them."""
+    for what, value, wanted in _pairs(trace, reference):
+        assert torch.equal(value, wanted), f"{what} differs by up to {(value - wanted).abs().max():.3g}"
+
+
+def assert_close(trace: Trace, reference: Trace, tolerance: float = 1e-6) -> None:
+    """Require norm(difference) <= tolerance * norm(reference) per tensor.
+
+    Single elements differ by up to 2e-3 after ten steps of AdamW, where a moment is near zero: hence norms.
+    """
+    for what, value, wanted in _pairs(trace, reference):
+        error = relative_difference(value, wanted)
+        assert error <= tolerance, f"{what} differs by {error:.3g} of its norm"
+
+
+def relative_difference(value: Tensor, wanted: Tensor) -> float:
+    """Return norm(value - wanted) / norm(wanted); the former alone where the latter is zero."""
+    norm = float(wanted.double().norm())
+    return float((value.double() - wanted.double()).norm()) / (norm or 1.0)
+
+
+def mean_over_ranks(trace: Trace) -> Trace:
+    """Return the trace with losses averaged over ranks, to be compared with that of the whole batch."""
+    losses = torch.stack(trace.losses).double()
+    dist.all_reduce(losses)
+    mean = (losses / world_size()).float()
+    return Trace(list(mean), trace.norms, trace.grads, trace.weights)
+
+
+def _pairs(trace: Trace, reference: Trace) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield every tensor with its counterpart and its name, in the order of time; None only matches None."""
+    assert len(trace.losses) == len(reference.losses) and len(trace.norms) == len(reference.norms)
+    for step in range(len(reference.grads)):
+        micro = len(reference.losses) // len(reference.grads)
+        for index in range(step * micro, (step + 1) * micro):
+            yield f"loss of micro-batch {index}", trace.losses[index], reference.losses[index]
+        if reference.norms:
+            yield f"gradient norm of step {step}", trace.norms[step], reference.norms[step]
+        for name, wanted in reference.grads[step].items():
+            value = trace.grads[step][name]
+            assert (value is None) == (wanted is None), f"step {step}: gradient of {name!r} is {value}, not {wanted}"
+            if value is not None and wanted is not None:
+                yield f"step {step}: gradient of {name!r}", value, wanted
+        if trace.weights[step] and reference.weights[step]:
+            assert trace.weights[step].keys() == reference.weights[step].keys()
+            for name, wanted in reference.weights[step].items():
+                yield f"step {step}: weight {name!r}", trace.weights[step][name], wanted
