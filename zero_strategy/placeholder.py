@@ -25,7 +25,18 @@ from zero_strategy.errors import ShardingError
 # Attributes and methods that answer without the data; the last line makes another tensor of the same kind, as
 # some optimizers do for their state when they are built. `data` is read through a wrapper of its own.
 _ANSWERED = frozenset([
-,
+    "shape", "size", "dim", "ndim", "numel", "nelement", "stride", "dtype", "device", "layout",
+    "itemsize", "element_size", "nbytes", "requires_grad", "requires_grad_", "grad", "grad_fn",
+    "grad_dtype", "is_leaf", "is_floating_point", "is_complex", "is_signed", "is_inference",
+    "is_contiguous", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_hpu", "is_ipu", "is_xla",
+    "is_vulkan", "is_mtia", "is_maia", "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn",
+    "is_nested", "is_neg", "is_conj", "is_pinned", "get_device", "names", "has_names", "output_nr",
+    "retains_grad", "storage_offset", "register_hook", "register_post_accumulate_grad_hook",
+    "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_base", "_is_view", "_is_zerotensor",
+    "__hash__", "__len__", "type", "is_same_size", "data_ptr", "is_shared", "untyped_storage",
+    "_has_symbolic_sizes_strides", "name", "volatile", "_python_dispatch",
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
+    "new_empty", "new_ones", "new_full", "new_tensor",
 ])  # fmt: skip
 
 
@@ -58,7 +69,7 @@ class FreedTensor(Tensor):
         if name in _ANSWERED:
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
-        if name == "__repr__":
+        if name in ("__repr__", "__format__"):
             return f"<{cls.describe(args[0])}: sharded, shape {tuple(args[0].shape)}, {args[0].dtype}>"
         _refuse(cls, name, args, kwargs or {})
 
