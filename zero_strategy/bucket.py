@@ -45,6 +45,7 @@ class ParamState:
             param.__class__ = kind
         if self._versions:
             set_versions(self.params, self._versions)
+            self._versions = []
 
     def free(self) -> None:
         """Point the parameters at placeholders.
@@ -111,8 +112,11 @@ class Bucket:
         self.owned_numel = own_shards[1] * self.layout.shard_numel
         self.param_shard = self._own_range(self.flat)
         self.is_whole = True
+        # Invariant: parameters get memory one bucket at a time, in `adopt`, as the user's own is let go of.
+        free_storage(self.flat)
         self.full_grad: Tensor | None = None
         self.grad_shard: Tensor | None = None
+        self._reducing: tuple[Tensor, ...] = ()  # gradients and mean of a reduction under way
         self.has_grad = [False] * len(plan.params)
         self.stashed = [False] * len(plan.params)
 
@@ -140,8 +144,10 @@ class Bucket:
         with torch.no_grad():
             for view, param in zip(views_of(target, self.layout), self.params, strict=True):
                 view.copy_(param.data)
+                param.grad = None  # a gradient from before would never be reduced
         self._collectives.broadcast(target)
         if rounds:
+            restore_storage(self.flat)
             self.flat.copy_(target)
             source = self._own_range(target).clone()
         self.state.show()
@@ -230,10 +236,11 @@ class Bucket:
                 fix="Use a dense operation (nn.Embedding(sparse=False)).",
             )
         target = self._grad_range(self._writable_full_grad(), index)
+        values = grad.detach().reshape(-1)
         if self.stashed[index]:
-            target.add_(grad.reshape(-1))
+            target.add_(values)
         else:
-            target.copy_(grad.reshape(-1))
+            target.copy_(values)
             self.stashed[index] = True
 
     def start_reduce(self) -> Handle:
@@ -254,7 +261,8 @@ class Bucket:
             mean = self._mean_target(full)
             shard = mean if self.policy.shard_optim else self._rank_range(mean)
             if not self._is_in_place(mean):
-                self.full_grad = None  # freed when reduced: the handle holds the last reference
+                self.full_grad = None  # freed when reduced
+            self._reducing = (full, mean)
             handle = self._collectives.reduce_scatter_mean(full, shard, self.name)
             return Handle([], lambda: self._accept(handle, mean))
 
@@ -362,6 +370,7 @@ class Bucket:
 
     def _accept(self, handle: Handle, mean: Tensor) -> None:
         handle.wait()
+        self._reducing = ()
         if not self.policy.shard_optim:
             self._collectives.all_gather(mean, self.name).wait()
         if self.grad_shard is None:

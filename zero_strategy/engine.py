@@ -127,6 +127,7 @@ class ZeroEngine:
         for bucket in self.buckets:
             self.ledger.watch(bucket.memory)
         self.ledger.watch(self._masters.memory)
+        self.ledger.watch(self._collectives.memory)
         self.ledger.reset()
 
     def shard_optimizer(self, optimizer: Optimizer) -> ShardedOptimizer:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zero_strategy.bucket import Bucket
 from zero_strategy.comm.ledger import MemoryUse
+from zero_strategy.layout import ShardSlice
 
 
 class MasterShard:
@@ -36,9 +37,7 @@ class MasterShard:
             self.weights = unrounded
         else:
             self.weights = bucket.param_shard.float() if self._is_copy else bucket.param_shard
-        self.slices = [
-            self.weights[piece.shard_start : piece.shard_start + piece.numel] for piece in bucket.slices
-        ]
+        self.slices = [self._slice(piece) for piece in bucket.slices]
 
     def round_into_shard(self) -> None:
         """Write the masters, rounded to the nearest, into the parameter shard."""
@@ -54,6 +53,11 @@ class MasterShard:
             rounded = self.weights.to(self._bucket.param_shard.dtype)
             changed = rounded != self._bucket.param_shard
             self.weights.copy_(torch.where(changed, self._bucket.param_shard.float(), self.weights))
+
+    def _slice(self, piece: ShardSlice) -> Tensor:
+        part = self.weights[piece.shard_start : piece.shard_start + piece.numel]
+        # torch's optimizers keep 0-d state for a 0-d parameter, so its slice is 0-d too.
+        return part.view(()) if self._bucket.layout.params[piece.param_index].shape == () else part
 
     def memory(self) -> MemoryUse:
         """Return the bytes of the copy, padding included and named."""
@@ -83,16 +87,13 @@ class Masters:
         return self._shards[bucket]
 
     def existing(self, bucket: Bucket) -> MasterShard | None:
-        """Return the masters of a bucket if an optimizer has asked for them."""
-        return self._shards.get(bucket)
-
-    def forget_unrounded(self) -> None:
-        """Drop the values from before rounding: the shards hold others now."""
-        self._unrounded.clear()
+        """Return the masters of a bucket, if an optimizer has asked for them or its values were rounded."""
+        return self.of(bucket) if bucket in self._unrounded else self._shards.get(bucket)
 
     def refresh(self) -> None:
         """Take over the parameters' values after somebody else has written them."""
-        self._unrounded.clear()
+        for bucket in list(self._unrounded):
+            self.of(bucket)
         for shard in self._shards.values():
             shard.refresh_from_shard()
 

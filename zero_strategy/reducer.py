@@ -189,6 +189,7 @@ class GradReducer:
 
     def _forget_backward(self) -> None:
         """Start afresh for the next backward."""
+        self._collectives.end_reductions()
         num_buckets = len(self._buckets)
         self._order = self._next_order
         self._fired = [[0] * len(bucket.params) for bucket in self._buckets]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+MAX_OBJECTS = 10_000  # looked at in one value; a bound for outputs that hang on to half the program
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), nn.Module, type)
 
 
@@ -18,7 +19,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """
     seen: set[int] = set()
     stack = [value]
-    while stack:
+    while stack and len(seen) < MAX_OBJECTS:
         item = stack.pop()
         if isinstance(item, _PLAIN) or id(item) in seen:
             continue

@@ -80,20 +80,23 @@ else:
 """
 
 FAILING_REGISTRATION = """
-import sys, warnings
+import pathlib, sys, tempfile, warnings
 from zero_strategy.lightning.importing import call_after_import
+folder = tempfile.TemporaryDirectory()
+pathlib.Path(folder.name, "newcomer.py").write_text("value = 3")
+sys.path.append(folder.name)
 before = list(sys.meta_path)
 done = []
 def fail(module):
     raise RuntimeError("boom")
-call_after_import("colorsys", done.append)
-call_after_import("colorsys", fail)
-call_after_import("colorsys", fail)
+call_after_import("newcomer", done.append)
+call_after_import("newcomer", fail)
+call_after_import("newcomer", fail)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    import colorsys
+    import newcomer
 assert ["boom" in str(w.message) for w in caught] == [True]
-assert done == [colorsys] and colorsys.rgb_to_hsv(0, 0, 0) == (0, 0, 0)
+assert done == [newcomer] and newcomer.value == 3
 assert sys.meta_path == before
 """
 

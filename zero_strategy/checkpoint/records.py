@@ -98,6 +98,7 @@ class OptimizerRecord(Record):
 
     class_name: str = Field(alias="class")
     param_groups: tuple[dict[str, JsonValue], ...]
+    plain_state: dict[str, dict[str, JsonValue]] = Field(default_factory=dict)  # FQN -> key -> no tensor
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 

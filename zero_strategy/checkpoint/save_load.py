@@ -312,7 +312,6 @@ def _read_weights(parts: Parts, reader: CheckpointReader) -> None:
             bucket.param_shard[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
             if master is not None:
                 master.slices[position].copy_(values)
-    parts.masters.forget_unrounded()
     for buffer, names in _persistent_buffers(parts.model):
         if names[0] in reader.manifest.buffers:
             buffer.data.copy_(reader.read_tensor(model_tensor_name(names[0])))

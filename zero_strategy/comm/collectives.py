@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zero_strategy import compat
 from zero_strategy.comm import ordered
-from zero_strategy.comm.ledger import Ledger
+from zero_strategy.comm.ledger import Ledger, MemoryUse
 from zero_strategy.comm.topology import Topology
 from zero_strategy.errors import CheckpointError, ConfigError, OffloadError, ShardingError, ZeroError
 
@@ -61,6 +61,7 @@ class Collectives:
         self.world_size = topology.world_size
         self._topology = topology
         self._ledger = ledger
+        self._receive = ordered.ReceiveBuffer()
 
     # -- flat buffers --
 
@@ -105,9 +106,21 @@ class Collectives:
             work = compat.native_reduce_scatter_sum(output, full, group)
             return Handle([work], lambda: _divide(output, self.world_size), what)
         # NCCL would round a 16-bit sum at every hop; exchanging first sends the same bytes and rounds once.
-        received = torch.empty_like(full)
+        received = self._receive.take(full)
         works = ordered.start_exchange(full, received, group)
-        return Handle(works, lambda: ordered.mean_in_rank_order(received, output, self.world_size), what)
+        return Handle(works, lambda: self._finish_mean(received, output), what)
+
+    def end_reductions(self) -> None:
+        """Let go of the memory kept from one reduction to the next; to be called after the last of a backward."""
+        self._receive.release()
+
+    def memory(self) -> MemoryUse:
+        """Return the bytes of the buffer that reductions receive into."""
+        return MemoryUse(grads=self._receive.nbytes)
+
+    def _finish_mean(self, received: Tensor, output: Tensor) -> None:
+        ordered.mean_in_rank_order(received, output, self.world_size)
+        self._receive.give_back(received)
 
     # -- control messages --
 

@@ -2,10 +2,10 @@
 
 torch's reduce-scatter on gloo is an all-reduce of a copy and sends twice what is needed; its ring adds in an
 order that depends on where an element lies. Here every rank sends each other rank its part once, and adds
-what it receives in
-rank order: (N-1)/N of the buffer per rank, and a sum that does not depend on bucket or position.
+what it receives in rank order: (N-1)/N of the buffer per rank, and a sum that does not depend on bucket or
+position.
 
-Stateless; called by `Collectives` only. A group of None means that there is nobody else.
+Called by `Collectives` only; the functions have no state. A group of None means that there is nobody else.
 """
 
 from __future__ import annotations
@@ -14,9 +14,52 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SUM_CHUNK_NUMEL = (
-    1 << 16
-)  # elements summed at a time: two operands and an fp32 sum of this size stay in the L2 cache
+SUM_CHUNK_NUMEL = 1 << 16  # elements summed at a time: two operands and an fp32 sum stay in the L2 cache
+
+
+class ReceiveBuffer:
+    """Host memory that reductions receive into, kept from one reduction of a backward to the next.
+
+    The first touch of fresh pages costs more than the exchange itself (recipes/benchmarks/README.md), and an
+    allocation of this size gets fresh pages every time. Device memory is not kept: its allocator recycles.
+
+    Attributes:
+        nbytes: Bytes that exist now, in use or kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Tensor | None = None  # [n] uint8
+        self.nbytes = 0
+
+    def take(self, full: Tensor) -> Tensor:
+        """Return memory for the versions of all ranks; what is under way already keeps its own.
+
+        Shapes:
+            full [padded_numel] -> [padded_numel], same dtype, uninitialised
+        """
+        needed = full.numel() * full.element_size()
+        raw, self._kept = self._kept, None
+        if raw is not None and (raw.numel() < needed or raw.device != full.device):
+            self.nbytes -= raw.numel()
+            raw = None
+        if raw is None:
+            raw = torch.empty(needed, dtype=torch.uint8, device=full.device)
+            self.nbytes += needed
+        return raw[:needed].view(full.dtype)
+
+    def give_back(self, received: Tensor) -> None:
+        """Take memory back when its reduction has finished."""
+        raw = torch.empty(0, dtype=torch.uint8, device=received.device).set_(received.untyped_storage())
+        if self._kept is None and received.device.type == "cpu":
+            self._kept = raw
+        else:
+            self.nbytes -= raw.numel()
+
+    def release(self) -> None:
+        """Let go of what is kept."""
+        if self._kept is not None:
+            self.nbytes -= self._kept.numel()
+            self._kept = None
 
 
 def start_all_gather(flat: Tensor, shard_numel: int, group: dist.ProcessGroup | None) -> list[dist.Work]:
@@ -53,9 +96,14 @@ def mean_in_rank_order(received: Tensor, output: Tensor, world_size: int) -> Non
     """
     versions = received.view(world_size, output.numel())
     sum_dtype = torch.float64 if received.dtype == torch.float64 else torch.float32
+    scratch = torch.empty(min(SUM_CHUNK_NUMEL, output.numel()), dtype=sum_dtype, device=output.device)
     for start in range(0, output.numel(), SUM_CHUNK_NUMEL):
         part = versions[:, start : start + SUM_CHUNK_NUMEL]
-        total = part[0].to(sum_dtype, copy=True)
+        target = output[start : start + SUM_CHUNK_NUMEL]
+        total = target if output.dtype == sum_dtype else scratch[: target.numel()]
+        total.copy_(part[0])
         for version in part[1:]:
             total.add_(version)
-        output[start : start + SUM_CHUNK_NUMEL].copy_(total.div_(world_size))
+        total.div_(world_size)
+        if total is not target:
+            target.copy_(total)

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,13 +22,33 @@ from zero_strategy.layout import ShardSlice
 from zero_strategy.optim.places import SlicedOptimizer
 
 
-def cut(value: Any, param_numel: int, piece: ShardSlice) -> Any:
-    """Return a slice's share of a state entry: its range of element-wise tensors, a copy of the rest."""
+def cut(value: Any, param_numel: int, piece: ShardSlice, like: Tensor | None = None) -> Any:
+    """Return a slice's share of a state entry: its range of an element-wise tensor, a copy of anything else.
+
+    Args:
+        value: The entry for the whole parameter.
+        param_numel: Elements of the parameter.
+        piece: The slice.
+        like: Its master weights: as in torch, state takes on their dtype. None leaves the dtype alone.
+    """
     if not isinstance(value, Tensor):
-        return value
+        return copy.copy(value)
     if value.dim() and value.numel() == param_numel:
-        return value.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel].clone()
+        share = value.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel]
+        dtype = like.dtype if like is not None and value.is_floating_point() else value.dtype
+        return share.to(dtype, copy=True)
     return value.detach().clone()
+
+
+def shared_value(value: Any, group: dict[str, Any], weight: Tensor) -> Any:
+    """Return a slice's own copy of an entry that all slices of a parameter share, such as a step count.
+
+    torch wants it on the CPU, or beside the weight for the variants that read it in a kernel.
+    """
+    if not isinstance(value, Tensor):
+        return copy.copy(value)
+    in_kernel = group.get("capturable") or group.get("fused")
+    return value.to(weight.device if in_kernel else "cpu", copy=True)
 
 
 def gather(optimizer: SlicedOptimizer, collectives: Collectives) -> dict[str, Any]:
@@ -64,15 +86,21 @@ def gather(optimizer: SlicedOptimizer, collectives: Collectives) -> dict[str, An
 def scatter(optimizer: SlicedOptimizer, state_dict: dict[str, Any], collectives: Collectives) -> None:
     """Take over rank 0's whole state. See `ShardedOptimizer.load_state_dict`."""
     is_source = collectives.rank == 0
-    collectives.agree(_check_fits(optimizer, state_dict) if is_source else None)
-    table = collectives.broadcast_json(_table_of(state_dict) if is_source else None)
+    table, error = None, None
+    try:
+        table = _table_of(optimizer, state_dict) if is_source else None
+    except CheckpointError as raised:
+        error = raised
+    collectives.agree(error)
+    table = collectives.broadcast_json(table)
     load_groups(optimizer, table["groups"])
     optimizer.state.clear()
-    for param, saved_id in zip(optimizer.params(), table["ids"], strict=True):
+    groups = [group for group in optimizer.param_groups for _ in group["params"]]
+    for param, group, saved_id in zip(optimizer.params(), groups, table["ids"], strict=True):
         for key, kind in table["state"].get(str(saved_id), {}).items():
             if kind[0] != "elements":
                 for _, weight in optimizer.slices_of(param):
-                    optimizer.state[weight][key] = _scalar(kind)
+                    optimizer.state[weight][key] = shared_value(_scalar(kind), group, weight)
                 continue
             bucket = optimizer.place_of(param).bucket
             whole = empty_flat(param.numel(), getattr(torch, kind[1]), bucket.flat.device)
@@ -80,9 +108,7 @@ def scatter(optimizer: SlicedOptimizer, state_dict: dict[str, Any], collectives:
                 whole.copy_(state_dict["state"][saved_id][key].detach().reshape(-1))
             collectives.broadcast(whole)
             for piece, weight in optimizer.slices_of(param):
-                value = cut(whole, param.numel(), piece)
-                # As torch does: moments follow the dtype of what is optimized, here the master.
-                optimizer.state[weight][key] = value.to(weight.dtype) if value.is_floating_point() else value
+                optimizer.state[weight][key] = cut(whole, param.numel(), piece, weight)
 
 
 def load_groups(optimizer: SlicedOptimizer, saved: list[dict[str, Any]]) -> None:
@@ -99,10 +125,14 @@ def load_groups(optimizer: SlicedOptimizer, saved: list[dict[str, Any]]) -> None
 
 
 def groups_as_json(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return param groups without their parameters, tensors (a capturable lr) as numbers."""
+    """Return param groups without their parameters, as JSON; tensors (a capturable lr) become numbers.
+
+    Raises:
+        CheckpointError: A group holds something else than JSON values and tensors of one element.
+    """
     return [
         {
-            key: value.item() if isinstance(value, Tensor) else value
+            key: as_json(value, f"The setting {key!r} of a param group")
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
@@ -110,13 +140,44 @@ def groups_as_json(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def describe_kind(value: Any, numel: int) -> list[Any]:
-    """Say what a state entry is, as JSON: ["elements", dtype], ["scalar", dtype, value], ["plain", value]."""
+def as_json(value: Any, subject: str) -> Any:
+    """Return a value as JSON has it: tuples become lists, tensors of one element numbers.
+
+    Raises:
+        CheckpointError: It is something else than JSON values and tensors of one element.
+    """
+    try:
+        return json.loads(json.dumps(value, default=Tensor.item))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            what=f"{subject} is {value!r}, which cannot be saved: {error}.",
+            why="Optimizers are stored as JSON and tensors, without pickle, so that loading never runs code.",
+            fix="Keep numbers, strings, lists, None and tensors in optimizers only.",
+        ) from error
+
+
+def describe_kind(value: Any, numel: int, subject: str) -> list[Any]:
+    """Say what a state entry is, as JSON: ["elements", dtype], ["scalar", dtype, value], ["plain", value].
+
+    Args:
+        value: The entry.
+        numel: Elements of the parameter, or of the slice, that it belongs to.
+        subject: What it is, for the message.
+
+    Raises:
+        CheckpointError: It is none of these.
+    """
     if not isinstance(value, Tensor):
-        return ["plain", value]
+        return ["plain", as_json(value, subject)]
     dtype = str(value.dtype).removeprefix("torch.")
     if value.dim() and value.numel() == numel:
         return ["elements", dtype]
+    if value.numel() != 1:
+        raise CheckpointError(
+            what=f"{subject} has shape {tuple(value.shape)}, and there are {numel} elements to update.",
+            why="State is either one value for each element, which can be cut, or one for all of them.",
+            fix="Use an element-wise optimizer, and load state into the parameters it was saved of.",
+        )
     return ["scalar", dtype, value.item()]
 
 
@@ -134,8 +195,14 @@ def _fqn(optimizer: SlicedOptimizer, param: torch.nn.Parameter) -> str:
 def _agree_on_kinds(optimizer: SlicedOptimizer, collectives: Collectives) -> dict[str, dict[str, list[Any]]]:
     """Learn what state each parameter has on whichever ranks hold a slice of it."""
     mine: dict[str, dict[str, list[Any]]] = {}
-    for entry in optimizer.slice_states():
-        mine.setdefault(entry.fqn, {})[entry.key] = describe_kind(entry.value, entry.piece.numel)
+    error = None
+    try:
+        for entry in optimizer.slice_states():
+            subject = f"The state {entry.key!r} of {entry.fqn!r}"
+            mine.setdefault(entry.fqn, {})[entry.key] = describe_kind(entry.value, entry.piece.numel, subject)
+    except CheckpointError as raised:
+        error = raised
+    collectives.agree(error)
     everybody: dict[str, dict[str, list[Any]]] = {}
     for theirs in reversed(collectives.gather_json(mine)):
         everybody.update(theirs)
@@ -164,49 +231,41 @@ def _shard_of_state(optimizer: SlicedOptimizer, bucket: Bucket, key: str, dtype:
     return shard
 
 
-def _table_of(state_dict: dict[str, Any]) -> dict[str, Any]:
-    groups = state_dict["param_groups"]
-    numels = {index: _numel(entry) for index, entry in state_dict["state"].items()}
-    return {
-        "groups": groups_as_json(groups),
-        "ids": [index for group in groups for index in group["params"]],
-        "state": {
-            str(index): {key: describe_kind(value, numels[index]) for key, value in entry.items()}
-            for index, entry in state_dict["state"].items()
-        },
-    }
+def _table_of(optimizer: SlicedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return everything but the element-wise tensors as JSON.
 
-
-def _numel(entry: dict[str, Any]) -> int:
-    return max(
-        (value.numel() for value in entry.values() if isinstance(value, Tensor) and value.dim()), default=-1
-    )
-
-
-def _check_fits(optimizer: SlicedOptimizer, state_dict: dict[str, Any]) -> CheckpointError | None:
-    fix = "Build the optimizer as it was when the state was saved, with the same param groups."
+    Raises:
+        CheckpointError: It is no optimizer state, or that of other param groups or parameters.
+    """
+    fix = "Build the optimizer as it was when the state was saved: the same param groups and parameters."
     try:
-        saved = [len(group["params"]) for group in state_dict["param_groups"]]
-        state = state_dict["state"]
+        groups, state = state_dict["param_groups"], state_dict["state"]
+        saved = [len(group["params"]) for group in groups]
     except (KeyError, TypeError) as error:
-        return CheckpointError(
-            what=f"This is no optimizer state: {error!r}.", why="It lacks torch's own keys.", fix=fix
-        )
+        raise CheckpointError(
+            what=f"This is no optimizer state: {type(error).__name__}: {error}.",
+            why="torch's own format is a dict with 'state' and 'param_groups'; rank 0 must pass it.",
+            fix="Pass what `optimizer.state_dict()` returned on rank 0.",
+        ) from error
     here = [len(group["params"]) for group in optimizer.param_groups]
     if saved != here:
-        return CheckpointError(
+        raise CheckpointError(
             what=f"The saved optimizer has param groups of {saved} parameters, this one of {here}.",
             why="State is matched to parameters by their position in the groups.",
             fix=fix,
         )
-    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-    for index, param in zip(ids, optimizer.params(), strict=True):
-        numel = _numel(state.get(index, {}))
-        if numel not in (-1, param.numel()):
-            return CheckpointError(
-                what=f"The saved state of {_fqn(optimizer, param)!r} has {numel} elements, the parameter "
-                f"{param.numel()}.",
-                why="State is matched to parameters by their position in the groups.",
-                fix=fix,
-            )
-    return None
+    ids = [index for group in groups for index in group["params"]]
+    return {
+        "groups": groups_as_json(groups),
+        "ids": ids,
+        "state": {
+            str(index): {
+                key: describe_kind(
+                    value, param.numel(), f"The saved state {key!r} of {_fqn(optimizer, param)!r}"
+                )
+                for key, value in state[index].items()
+            }
+            for index, param in zip(ids, optimizer.params(), strict=True)
+            if index in state
+        },
+    }

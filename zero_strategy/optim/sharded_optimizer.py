@@ -142,7 +142,7 @@ class ShardedOptimizer(Optimizer):
         bucket = self._run.places[param].bucket
         for piece, weight in self._run.slices.get(param, ()):
             grad = bucket.grad_slice(piece)
-            weight.grad = None if grad is None else grad.to(weight.dtype)
+            weight.grad = None if grad is None else grad.to(weight.dtype).view_as(weight)
             yield weight
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -289,7 +289,8 @@ class ShardedOptimizer(Optimizer):
             whole = self.state.pop(param, None)
             for piece, weight in self._run.slices[param] if whole else []:
                 self.state[weight] = {
-                    key: full_state.cut(value, param.numel(), piece) for key, value in whole.items()
+                    key: full_state.cut(value, param.numel(), piece, like=weight)
+                    for key, value in whole.items()
                 }
 
     def _params_of(self) -> Iterator[tuple[Bucket, set[int]]]:
