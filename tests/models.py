@@ -5,6 +5,7 @@ Shapes are odd, one parameter is tied, one frozen, one unused, one module is use
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +97,9 @@ class Routes(nn.Module):
 
     def __init__(self, width: int = 15) -> None:
         super().__init__()
-        self.units = nn.ModuleDict({name: nn.Sequential(nn.Linear(width, width), nn.Tanh()) for name in "abc"})
+        self.units = nn.ModuleDict(
+            {name: nn.Sequential(nn.Linear(width, width), nn.Tanh()) for name in "abc"}
+        )
         self.head = nn.Linear(width, 3)
 
     def forward(self, x: Tensor, route: str = "abc") -> Tensor:
@@ -118,7 +121,9 @@ class Moe(nn.Module):
         for index, expert in enumerate(self.experts):
             rows = (choice == index).nonzero().squeeze(1)
             if len(rows):
-                out = out.index_add(0, rows, torch.tanh(expert(x[rows])) * self.gate(x[rows])[:, index : index + 1])
+                out = out.index_add(
+                    0, rows, torch.tanh(expert(x[rows])) * self.gate(x[rows])[:, index : index + 1]
+                )
         return out
 
 
@@ -139,4 +144,27 @@ class MoeModel(nn.Module):
                 x = x + moe(x, choice)
             else:
                 x = x + checkpoint(moe, x, choice, use_reentrant=self.recompute == "reentrant")
+        return self.head(x)
+
+
+class TinyGpt(nn.Module):
+    """Two pre-norm decoder layers with causal attention and tied embeddings."""
+
+    def __init__(self, recompute: str | None = None, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.position = nn.Embedding(5, width)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 3 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        num = tokens.shape[1]
+        x = self.embed(tokens) + self.position(torch.arange(num))
+        mask = torch.full((num, num), float("-inf"), dtype=x.dtype).triu(1)
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
         return self.head(x)

@@ -1,8 +1,9 @@
 """One training loop, driven four ways, and the comparison of what it leaves: the oracle of the parity tests.
 
-`Plain` is ordinary torch in one process, `Ddp` is torch's DistributedDataParallel, `Zero` is the engine; all run the same
-`train` with the same seeded data, and record losses, norms, gradients before `zero_grad` and weights after every step.
-`train_whole_batch` is `Plain` on the batches of all ranks concatenated: what data parallelism must reproduce.
+`Plain` is ordinary torch in one process, `Ddp` is torch's DistributedDataParallel, `Naive` averages whole gradients after
+the backward (so that it can follow any control flow), `Zero` is the engine. All run the same `train` with the same seeded
+data, and record losses, norms, gradients before `zero_grad` and weights after every step. `train_whole_batch` is `Plain`
+on the batches of all ranks concatenated: what data parallelism must reproduce. `compare` runs a loss of the test's own.
 """
 
 from __future__ import annotations
@@ -92,6 +93,13 @@ class Plain:
     def clip_value(self, max_value: float) -> None:
         nn.utils.clip_grad_value_(self.model.parameters(), max_value)
 
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     def grads(self) -> dict[str, Tensor | None]:
         named = self.model.named_parameters()
         return {name: None if param.grad is None else param.grad.clone() for name, param in named}
@@ -100,7 +108,7 @@ class Plain:
         return {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Let go of what the way has put on the model."""
 
 
 class Ddp(Plain):
@@ -114,6 +122,38 @@ class Ddp(Plain):
         return self.module.no_sync()
 
 
+class Naive(Plain):
+    """Data parallelism as one would write it first: gradients are averaged, in rank order, when they are all there."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self._is_averaged = False
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        self._is_averaged = False
+
+    def average(self) -> None:
+        """Replace gradients by their mean over ranks; a parameter that some rank has used has zeros on the others."""
+        for param in [] if self._is_averaged else list(self.model.parameters()):
+            used = torch.tensor([int(param.grad is not None)])
+            dist.all_reduce(used)
+            if used.item() and param.requires_grad:
+                own = torch.zeros_like(param) if param.grad is None else param.grad
+                everybody = [torch.empty_like(own) for _ in range(world_size())]
+                dist.all_gather(everybody, own.contiguous())
+                param.grad = (sum(everybody[1:], everybody[0].float()) / world_size()).to(param.dtype)
+        self._is_averaged = True
+
+    def step(self) -> None:
+        self.average()
+        super().step()
+
+    def grads(self) -> dict[str, Tensor | None]:
+        self.average()
+        return super().grads()
+
+
 class Zero(Plain):
     """The engine, with whatever settings."""
 
@@ -125,6 +165,9 @@ class Zero(Plain):
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return self.engine.no_sync()
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
 
     def clip_norm(self, max_norm: float) -> Tensor:
         return self.optimizer.clip_grad_norm_(max_norm)
@@ -155,15 +198,14 @@ def train(way: Plain, recipe: Recipe, data: list[tuple[Tensor, Tensor]] | None =
             is_last = micro == recipe.accumulation - 1
             with way.no_sync() if not (is_last or recipe.reduces_each) else contextlib.nullcontext():
                 loss = loss_of(way.module(tokens), targets) / recipe.accumulation
-                loss.backward()
+                way.backward(loss)
             trace.losses.append(loss.detach())
         if recipe.max_norm is not None:
             trace.norms.append(way.clip_norm(recipe.max_norm))
         if recipe.max_value is not None:
             way.clip_value(recipe.max_value)
         trace.grads.append(way.grads())
-        way.optimizer.step()
-        way.optimizer.zero_grad()
+        way.step()
         trace.weights.append(way.weights())
     way.close()
     return trace
@@ -185,6 +227,37 @@ def train_whole_batch(recipe: Recipe) -> Trace:
     everybody = zip(*(batches(num, other) for other in range(world_size())), strict=True)
     whole = [(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])) for pairs in everybody]
     return train(Plain(recipe), recipe, whole)
+
+
+def train_with(way: Plain, loss_at: Callable[[Any, int], Tensor], num_steps: int = 3) -> Trace:
+    """Train a way on a loss of the caller's own, `loss_at(model, step)`. Does not close it."""
+    trace = Trace()
+    for step in range(num_steps):
+        loss = loss_at(way.model, step)
+        way.backward(loss)
+        trace.losses.append(loss.detach())
+        trace.grads.append(way.grads())
+        way.step()
+        trace.weights.append(way.weights())
+    return trace
+
+
+def compare(
+    recipe: Recipe,
+    loss_at: Callable[[Any, int], Tensor],
+    tolerance: float = 0.0,
+    num_steps: int = 3,
+    **settings: Any,
+) -> None:
+    """Require the engine to train `loss_at(model, step)` as naive data parallelism does, to a tolerance per tensor."""
+    reference = train_with(Naive(recipe), loss_at, num_steps)
+    zero = Zero(recipe, **settings)
+    trace = train_with(zero, loss_at, num_steps)
+    zero.close()
+    if tolerance:
+        assert_close(trace, reference, tolerance)
+    else:
+        assert_same_bits(trace, reference)
 
 
 # -- comparison ----------------------------------------------------------------------------------------------
@@ -231,7 +304,9 @@ def _pairs(trace: Trace, reference: Trace) -> Iterator[tuple[str, Tensor, Tensor
             yield f"gradient norm of step {step}", trace.norms[step], reference.norms[step]
         for name, wanted in reference.grads[step].items():
             value = trace.grads[step][name]
-            assert (value is None) == (wanted is None), f"step {step}: gradient of {name!r} is {value}, not {wanted}"
+            assert (value is None) == (wanted is None), (
+                f"step {step}: gradient of {name!r} is {value}, not {wanted}"
+            )
             if value is not None and wanted is not None:
                 yield f"step {step}: gradient of {name!r}", value, wanted
         if trace.weights[step] and reference.weights[step]:

@@ -136,9 +136,11 @@ class Bucket:
         """
         source: Tensor | None = None
         rounds = any(param.dtype != self.flat.dtype for param in self.params)
-        target = (
-            empty_flat(self.layout.padded_numel, torch.float32, self.flat.device) if rounds else self.flat
-        )
+        if rounds:
+            target = empty_flat(self.layout.padded_numel, torch.float32, self.flat.device)
+        else:
+            restore_storage(self.flat)
+            target = self.flat
         for start, numel in self.layout.gaps():
             target[start : start + numel].zero_()
         with torch.no_grad():
@@ -321,9 +323,8 @@ class Bucket:
         use = MemoryUse(params=_nbytes(self.param_shard if self.policy.shard_params else self.flat))
         if self.policy.shard_params:
             use.unsharded = self.flat.untyped_storage().nbytes()
-        grads = {
-            g.untyped_storage().data_ptr(): g for g in (self.full_grad, self.grad_shard) if g is not None
-        }
+        held = (self.full_grad, self.grad_shard, *self._reducing)
+        grads = {grad.untyped_storage().data_ptr(): grad for grad in held if grad is not None}
         use.grads = sum(grad.untyped_storage().nbytes() for grad in grads.values())
         held_numel = self.owned_numel if self.policy.shard_params else self.layout.padded_numel
         used = self.slices if self.policy.shard_params else self.layout.slices(0, self.layout.num_shards)

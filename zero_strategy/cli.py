@@ -89,7 +89,7 @@ def _consolidate(parsed: argparse.Namespace) -> int:
         force=parsed.force,
     )
     report = consolidate(parsed.checkpoint, parsed.out, options)
-    print(f"wrote {report.num_tensors} tensors, {report.num_bytes / 1e6:,.1f} MB, to {report.out}")
+    print(f"wrote {report.num_tensors} tensors, {report.num_bytes:,} bytes, to {report.out}")
     for name in report.files:
         print(f"  {name}")
     if report.tied:

@@ -113,12 +113,12 @@ def freed_class(parameter_class: type[nn.Parameter], names: dict[int, str]) -> t
 
 
 def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the one element that every freed parameter of a bucket is expanded from, `[1]`.
+    """Return the one element that every freed parameter of a bucket is expanded from, `[]`.
 
     NaN where the dtype has one: should any path get past the class (C++ code does), the result is loud.
     """
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((1,), value, dtype=dtype, device=device)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _attribute(func: Callable[..., Any]) -> str:

@@ -1,7 +1,8 @@
 """Times the collectives on flat buffers against torch's own over gloo, and counts what each puts on the wire.
 
 Ours and torch's run in turn, in pairs, on the same buffers, so that a busy machine slows both; what is reported is the
-median of the ratios of the pairs. Both produce the mean of a buffer's own range, or the whole buffer from its ranges.
+median of the ratios of the pairs. Both produce the mean of a rank's own range of a buffer, or the whole buffer from its
+ranges. Repeated as here, ours receives into memory it has used before, as it does from bucket to bucket of a backward.
 
     python recipes/benchmarks/collectives.py --ranks 2 --mib 64 --pairs 15
 
@@ -102,16 +103,16 @@ def run_rank(rank: int, rendezvous: str, options: argparse.Namespace) -> None:
 
 
 def contests(collectives: Collectives, full: torch.Tensor, shard_numel: int) -> list[Contest]:
-    """What is compared. Results are dropped, as a bucket's are, so allocation is part of the work."""
+    """What is compared; both are given the same memory for the result."""
     group = dist.group.WORLD
     assert group is not None
     own = full[collectives.rank * shard_numel : (collectives.rank + 1) * shard_numel]
+    output = torch.zeros_like(own)
 
     def our_mean() -> None:
-        collectives.reduce_scatter_mean(full, torch.empty_like(own), "benchmark").wait()
+        collectives.reduce_scatter_mean(full, output, "benchmark").wait()
 
     def torchs_mean() -> None:
-        output = torch.empty_like(own)
         compat.native_reduce_scatter_sum(output, full, group).wait()
         output.div_(collectives.world_size)
 

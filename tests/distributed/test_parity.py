@@ -12,7 +12,7 @@ another in every bit at all of these, and in bf16. World size 1 equals plain tor
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from tests.reference import (
     Plain,
     Recipe,
     Trace,
-    Zero,
     adamw,
     assert_close,
     assert_same_bits,
@@ -37,6 +36,7 @@ from tests.reference import (
 )
 
 Settings = dict[str, Any]
+Trainer = Callable[[], Trace]
 DEEP = Recipe(build=partial(Awkward, depth=3))  # 1,341 parameters: two buckets of 1,000 and more
 RECIPES = {
     "one backward": DEEP,
@@ -55,8 +55,18 @@ REDUCED: list[Settings] = [
     {"stage": 2, "reduce_bucket_size": 25_000_000, "overlap_comm": False},
     {"stage": 2, "reduce_bucket_size": 100},
     {"stage": 3, "reduce_bucket_size": 1_000, "stage3_prefetch_bucket_size": 0, "overlap_comm": False},
-    {"stage": 3, "reduce_bucket_size": 25_000_000, "stage3_param_persistence_threshold": 50, "overlap_comm": False},
-    {"stage": 3, "reduce_bucket_size": 100, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 50},
+    {
+        "stage": 3,
+        "reduce_bucket_size": 25_000_000,
+        "stage3_param_persistence_threshold": 50,
+        "overlap_comm": False,
+    },
+    {
+        "stage": 3,
+        "reduce_bucket_size": 100,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_param_persistence_threshold": 50,
+    },
     {"stage": 3, "reduce_bucket_size": 25_000_000},
 ]
 ONE_OF_EACH: list[Settings] = [
@@ -86,10 +96,11 @@ def cell(name: str, settings: Settings) -> str:
     return ", ".join([name, *(f"{key}={value}" for key, value in settings.items())])
 
 
-def each(name: str, recipe: Recipe, grid: Iterable[Settings], **common: Any) -> Iterable[tuple[str, Trace]]:
-    """Train every cell of a grid."""
+def each(name: str, recipe: Recipe, grid: Iterable[Settings], **common: Any) -> Iterator[tuple[str, Trainer]]:
+    """Yield the name and the training of every cell of a grid."""
     for settings in grid:
-        yield cell(name, settings), train_zero(recipe, accumulate_whole_gradients=True, **(settings | common))
+        everything = {"accumulate_whole_gradients": True} | settings | common
+        yield cell(name, settings), partial(train_zero, recipe, **everything)
 
 
 # -- two ranks: DDP's very bits ------------------------------------------------------------------------------
@@ -99,9 +110,9 @@ def each(name: str, recipe: Recipe, grid: Iterable[Settings], **common: Any) -> 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_stage_equals_ddp_in_every_bit(name: str) -> None:
     reference = train_ddp(RECIPES[name])
-    for label, trace in each(name, RECIPES[name], REDUCED):
+    for label, run in each(name, RECIPES[name], REDUCED):
         with subtest(label):
-            assert_same_bits(trace, reference)
+            assert_same_bits(run(), reference)
 
 
 @pytest.mark.slow
@@ -109,9 +120,9 @@ def test_every_stage_equals_ddp_in_every_bit(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_stage_and_setting_equals_ddp_in_every_bit(name: str) -> None:
     reference = train_ddp(RECIPES[name])
-    for label, trace in each(name, RECIPES[name], FULL):
+    for label, run in each(name, RECIPES[name], FULL):
         with subtest(label):
-            assert_same_bits(trace, reference)
+            assert_same_bits(run(), reference)
 
 
 # -- to rounding, and the stages among themselves in every bit -----------------------------------------------
@@ -134,8 +145,9 @@ def compare_with_one_process(name: str, recipe: Recipe, grid: list[Settings]) ->
     """Hold the first cell against the whole batch in one process, the others against the first."""
     reference = train_whole_batch(recipe)
     first: Trace | None = None
-    for label, trace in each(name, recipe, grid):
+    for label, run in each(name, recipe, grid):
         with subtest(label):
+            trace = run()
             if first is None:
                 first = trace
                 assert_close(mean_over_ranks(trace), reference)
@@ -154,9 +166,9 @@ def test_clipping_by_norm_equals_ddp_to_rounding() -> None:
 def test_clipping_by_value_equals_ddp_in_every_bit() -> None:
     recipe = replace(DEEP, max_value=1e-3, num_steps=4)
     reference = train_ddp(recipe)
-    for label, trace in each("clipped by value", recipe, ONE_OF_EACH):
+    for label, run in each("clipped by value", recipe, ONE_OF_EACH):
         with subtest(label):
-            assert_same_bits(trace, reference)
+            assert_same_bits(run(), reference)
 
 
 @distributed(world_size=2)
@@ -182,8 +194,9 @@ def compare_with_ddp(name: str, recipe: Recipe, grid: list[Settings]) -> None:
     """Hold the first cell against DDP, the others against the first."""
     reference = train_ddp(recipe)
     first: Trace | None = None
-    for label, trace in each(name, recipe, grid):
+    for label, run in each(name, recipe, grid):
         with subtest(label):
+            trace = run()
             if first is None:
                 first = trace
                 assert_close(trace, reference)
@@ -203,8 +216,9 @@ BF16_RECIPES = {
 def test_stages_equal_one_another_in_bf16(name: str, grad_accum_dtype: str | None) -> None:
     first: Trace | None = None
     data_types = {"grad_accum_dtype": grad_accum_dtype}
-    for label, trace in each(name, BF16_RECIPES[name], ONE_OF_EACH, bf16=True, data_types=data_types):
+    for label, run in each(name, BF16_RECIPES[name], ONE_OF_EACH, bf16=True, data_types=data_types):
         with subtest(label):
+            trace = run()
             first = first or trace
             assert_same_bits(trace, first)
 
@@ -212,8 +226,9 @@ def test_stages_equal_one_another_in_bf16(name: str, grad_accum_dtype: str | Non
 @distributed(world_size=3)
 def test_stages_equal_one_another_in_bf16_with_clipping_at_three_ranks() -> None:
     first: Trace | None = None
-    for label, trace in each("bf16, clipped", replace(DEEP, max_norm=0.3), ONE_OF_EACH, bf16=True):
+    for label, run in each("bf16, clipped", replace(DEEP, max_norm=0.3), ONE_OF_EACH, bf16=True):
         with subtest(label):
+            trace = run()
             first = first or trace
             assert_same_bits(trace, first)
 
@@ -237,5 +252,5 @@ def compare_with_plain() -> None:
         reference = train(Plain(recipe), recipe)
         for settings in ONE_OF_EACH:
             with subtest(cell(name, settings)):
-                trace = train(Zero(recipe, accumulate_whole_gradients=True, **settings), recipe)
+                trace = train_zero(recipe, accumulate_whole_gradients=True, **settings)
                 assert_same_bits(trace, reference)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelSummary
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -63,6 +63,12 @@ def test_accumulation_with_an_incomplete_last_window_equals_ddp_bit_for_bit() ->
             assert found.trainer.global_step == 6
             assert_same_weights(found.weights, expected.weights)
             assert_same_losses(found.module, expected.module)
+    with subtest("a window that changes from epoch to epoch"):
+        changing = fit(ddp(), callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})])
+        whole = zero(3, accumulate_whole_gradients=True)
+        found = fit(whole, callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})])
+        assert found.trainer.global_step == changing.trainer.global_step == 7
+        assert_same_weights(found.weights, changing.weights)
     with subtest("stages 2 and 3, a reduction per micro-batch"):
         stage2 = fit(zero(2), accumulate_grad_batches=2)
         stage3 = fit(zero(3), accumulate_grad_batches=2)

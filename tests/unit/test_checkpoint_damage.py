@@ -226,6 +226,22 @@ def test_a_reader_that_trusts_the_manifest_still_checks_each_file_it_opens(tmp_p
     assert "rank-00001" in caught.value.what
 
 
+def test_a_reader_that_trusts_the_manifest_does_not_read_elements_of_another_kind(tmp_path: Path) -> None:
+    save(tmp_path, {"w": torch.randn(16)}, world_size=1)
+    for change in ({"dtype": "int32"}, {"dtype": "float64", "shape": [8]}):
+        _edit(lambda d, change=change: d["tensors"]["model/w"].update(change))(tmp_path)
+        _edit(lambda d, change=change: d["params"]["w"].update(change))(tmp_path)
+        _edit(
+            lambda d: d["tensors"]["model/w"]["pieces"][0].update(numel=d["tensors"]["model/w"]["shape"][0])
+        )(tmp_path)
+        with (
+            CheckpointReader(tmp_path, check_files=False) as reader,
+            pytest.raises(CheckpointError) as caught,
+        ):
+            reader.read("model/w")
+        assert "elements of torch.float32" in caught.value.why
+
+
 def test_a_wrong_folder_is_told_apart_from_a_damaged_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         Manifest.read(tmp_path / "nowhere")

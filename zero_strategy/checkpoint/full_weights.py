@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from zero_strategy.buffers import empty_flat
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.errors import CheckpointError
 from zero_strategy.precision import Masters
+
+_EXTRA_STATE = "_extra_state"  # torch's own name for it in a state dict
 
 
 class LoadResult(NamedTuple):
@@ -25,6 +28,24 @@ class LoadResult(NamedTuple):
 def names_in(model: nn.Module) -> dict[str, Any]:
     """Return `model.state_dict()` with the tensors themselves, which works while they are sharded."""
     return model.state_dict(keep_vars=True)
+
+
+def module_extra_states(model: nn.Module) -> dict[str, Any]:
+    """Return what modules keep beside parameters and buffers, by its name in `state_dict()`.
+
+    Those are the modules that override `get_extra_state`, as torch offers it to them.
+    """
+    return {
+        f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE: module.get_extra_state()
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def set_module_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
+    """Give modules back what `module_extra_states` returned."""
+    for name, state in states.items():
+        model.get_submodule(name[: -len(_EXTRA_STATE)].rstrip(".")).set_extra_state(state)
 
 
 def gather(
@@ -64,15 +85,15 @@ def scatter(
 ) -> LoadResult:
     """Take over rank 0's whole weights and buffers. Collective. See `ZeroEngine.load_full_state_dict`."""
     own = names_in(model)
-    collectives.agree(_check_shapes(own, state_dict) if collectives.rank == 0 else None)
-    given = collectives.broadcast_json(
-        [name for name, value in state_dict.items() if isinstance(value, Tensor)]
-    )
+    extra_names = module_extra_states(model).keys()
+    is_source = collectives.rank == 0
+    collectives.agree(_check_given(own, extra_names, state_dict) if is_source else None)
+    given: list[str] = collectives.broadcast_json(list(state_dict) if is_source else None)
     present = set(given)
     places = {id(param): (bucket, i) for bucket in buckets for i, param in enumerate(bucket.params)}
     done: set[int] = set()
     for name, value in own.items():
-        if name not in present or id(value) in done or not isinstance(value, Tensor):
+        if name not in present or id(value) in done or name in extra_names or not isinstance(value, Tensor):
             continue
         done.add(id(value))
         place = places.get(id(value))
@@ -84,9 +105,12 @@ def scatter(
             wide = torch.float32 if value.is_floating_point() and value.element_size() < 4 else value.dtype
             whole = _received(state_dict, name, wide, bucket.flat, collectives, numel=value.numel())
             write_param(bucket, index, whole, masters)
+    for bucket in buckets:
+        bucket.state.note_write(bucket.is_whole)
+    of_modules = {name: state_dict[name] for name in extra_names if name in state_dict} if is_source else {}
+    set_module_extra_states(model, pickle.loads(collectives.broadcast_bytes(pickle.dumps(of_modules))))
     return LoadResult(
-        [name for name, value in own.items() if name not in present and isinstance(value, Tensor)],
-        [name for name in given if name not in own],
+        [name for name in own if name not in present], [name for name in given if name not in own]
     )
 
 
@@ -100,12 +124,12 @@ def write_param(bucket: Bucket, index: int, whole: Tensor, masters: Masters) -> 
         spec = bucket.layout.params[index]
         bucket.flat[spec.start : spec.start + spec.numel].copy_(whole)
     master = masters.existing(bucket)
-    for position, piece in enumerate(bucket.slices):
+    for piece in bucket.slices:
         if piece.param_index == index:
             values = whole[piece.param_start : piece.param_start + piece.numel]
             bucket.param_shard[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
             if master is not None:
-                master.slices[position].copy_(values)
+                master.weights[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
 
 
 # -- helpers --
@@ -132,13 +156,22 @@ def _to_host(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.detach().to("cpu", target, copy=True).contiguous()
 
 
-def _check_shapes(own: Mapping[str, Any], given: Mapping[str, Any]) -> CheckpointError | None:
-    wrong = [
+def _check_given(
+    own: Mapping[str, Any], extra_names: Collection[str], given: Mapping[str, Any]
+) -> CheckpointError | None:
+    """Return why what rank 0 was given cannot be loaded, or None."""
+    if not isinstance(given, Mapping):
+        return CheckpointError(
+            what=f"Rank 0 was given a {type(given).__name__} instead of a state dict.",
+            why="Its values are what all ranks take over.",
+            fix="Pass a dict of names and tensors, as `model.state_dict()` returns it, on rank 0 at least.",
+        )
+    tensors = {name: value for name, value in own.items() if name in given and name not in extra_names}
+    plain = [name for name in tensors if not isinstance(given[name], Tensor)]
+    wrong = [f"{name!r} is a {type(given[name]).__name__}, not a tensor" for name in plain] + [
         f"{name!r} has shape {tuple(given[name].shape)}, the model's {tuple(value.shape)}"
-        for name, value in own.items()
-        if isinstance(value, Tensor)
-        and isinstance(given.get(name), Tensor)
-        and given[name].shape != value.shape
+        for name, value in tensors.items()
+        if name not in plain and given[name].shape != value.shape
     ]
     if not wrong:
         return None
@@ -146,5 +179,5 @@ def _check_shapes(own: Mapping[str, Any], given: Mapping[str, Any]) -> Checkpoin
     return CheckpointError(
         what=f"{len(wrong)} tensors do not fit the model: " + "; ".join(wrong[:3]) + more + ".",
         why="Weights are matched by name, and a name must mean the same tensor on both sides.",
-        fix="Load them into the model they were saved from.",
+        fix="Load them into the model they were saved from. Nothing was loaded.",
     )

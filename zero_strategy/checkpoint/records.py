@@ -11,7 +11,7 @@ import secrets
 from typing import Annotated, Final
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, StringConstraints, field_validator
 
 from zero_strategy.checkpoint.elements import DTYPES, MAX_COUNT
 
@@ -96,11 +96,9 @@ class BufferRecord(TypedRecord):
 class OptimizerRecord(Record):
     """One optimizer: its class for the reader, its param groups with `params` as lists of FQNs."""
 
-    class_name: str = Field(alias="class")
+    class_name: str = Field(validation_alias=AliasChoices("class", "class_name"), serialization_alias="class")
     param_groups: tuple[dict[str, JsonValue], ...]
     plain_state: dict[str, dict[str, JsonValue]] = Field(default_factory=dict)  # FQN -> key -> no tensor
-
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
 
 class HFRecord(Record):

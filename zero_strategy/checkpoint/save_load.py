@@ -8,6 +8,8 @@ whatever the world size, stage or bucket size was that wrote them. Called by the
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +37,7 @@ from zero_strategy.checkpoint.format import (
     rank_file_name,
     write_rank_file,
 )
-from zero_strategy.checkpoint.full_weights import names_in
+from zero_strategy.checkpoint.full_weights import module_extra_states, names_in, set_module_extra_states
 from zero_strategy.checkpoint.hf import hf_record
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.errors import CheckpointError, ZeroError
@@ -43,6 +45,8 @@ from zero_strategy.layout import ShardSlice
 from zero_strategy.optim import full_state
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.precision import Masters
+
+_MODULES = "$modules"
 
 
 class Parts(NamedTuple):
@@ -65,48 +69,34 @@ class Run(NamedTuple):
     values: Tensor  # 1-D
 
 
+class _Stored(NamedTuple):
+    """What one rank has to write."""
+
+    runs: list[Run]
+    plain_states: list[dict[str, dict[str, Any]]]  # of each optimizer: FQN -> key -> value that is no tensor
+    extra: Any  # as JSON; of rank 0
+
+
 def save(parts: Parts, path: str, extra: Any) -> None:
     """Write a checkpoint. See `ZeroEngine.save_checkpoint`."""
     collectives = parts.collectives
     folder = Path(path)
     is_first = collectives.rank == 0
-    encoded, extra_tensors = (
-        _agreed(collectives, lambda: encode_extra(extra))
-        if is_first
-        else _agreed(collectives, lambda: (None, {}))
-    )
+    stored = _agreed(collectives, lambda: _what_to_store(parts, extra))
     _agreed(collectives, (lambda: _make_folder(folder)) if is_first else _nothing)
     checkpoint_id = collectives.broadcast_json(new_checkpoint_id())
-    file_name = rank_file_name(collectives.rank, collectives.world_size, checkpoint_id)
-    runs = list(_own_runs(parts))
-    if is_first:
-        runs += _buffer_runs(parts.model)
-        runs += [Run(name, tuple(t.shape), 0, t.detach().reshape(-1)) for name, t in extra_tensors.items()]
-
+    file = folder / rank_file_name(collectives.rank, collectives.world_size, checkpoint_id)
     metadata = file_metadata(collectives.rank, collectives.world_size, checkpoint_id)
-    stored: list[Any] = []
     try:
-        stored = _agreed(
-            collectives,
-            lambda: write_rank_file(folder / file_name, [(run.name, run.values) for run in runs], metadata),
-        )
-        num_bytes = (folder / file_name).stat().st_size
-        table = [
-            [
-                run.name,
-                run.shape,
-                dtype_name(run.values.dtype),
-                run.start,
-                run.values.numel(),
-                record.checksum,
-            ]
-            for run, record in zip(runs, stored, strict=True)
-        ]
-        tables = collectives.gather_json([file_name, num_bytes, table])
-        commit = _commit(parts, folder, checkpoint_id, tables, encoded) if is_first else _nothing
+        table = _agreed(collectives, lambda: _write_file(file, stored, metadata))
+        tables = collectives.gather_json(table)
+        commit = _commit(parts, folder, checkpoint_id, tables, stored.extra) if is_first else _nothing
         _agreed(collectives, commit)
-    except ZeroError:
-        (folder / file_name).unlink(missing_ok=True)
+    except CheckpointError:
+        # All ranks know that nothing was committed. After any other error rank 0 may have committed already,
+        # and the file stays; if it did not, the next save removes it.
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
         raise
 
 
@@ -117,6 +107,7 @@ def load(parts: Parts, path: str) -> Any:
     # Rank 0 looks into every file; the others check those they read from.
     reader = _agreed(collectives, lambda: CheckpointReader(path, check_files=is_first))
     with reader:
+        _check_same(path, collectives.gather_json([path, reader.manifest.checkpoint_id]))
         collectives.agree(_check_fits(parts, reader.manifest, path))
         with torch.no_grad():
             _agreed(collectives, lambda: _read_weights(parts, reader))
@@ -125,14 +116,27 @@ def load(parts: Parts, path: str) -> Any:
         for handle in handles:
             if handle is not None:
                 handle.wait()
-        return _agreed(collectives, lambda: decode_extra(reader.manifest.extra, reader.read_tensor))
+        return _agreed(collectives, lambda: _read_extra(parts, reader))
 
 
 # -- writing --
 
 
+def _what_to_store(parts: Parts, extra: Any) -> _Stored:
+    runs = list(_own_runs(parts))
+    plain_states: list[dict[str, dict[str, Any]]] = [{} for _ in parts.optimizers]
+    for number, optimizer in enumerate(parts.optimizers):
+        _collect_state(number, optimizer, parts.collectives.rank, runs, plain_states[number])
+    if parts.collectives.rank != 0:
+        return _Stored(runs, plain_states, None)
+    runs += _buffer_runs(parts.model)
+    encoded, tensors = _encode_extra(parts.model, extra)
+    runs += [Run(name, tuple(t.shape), 0, t.detach().reshape(-1)) for name, t in tensors.items()]
+    return _Stored(runs, plain_states, encoded)
+
+
 def _own_runs(parts: Parts) -> Iterator[Run]:
-    """Yield what this rank stores: its range of weights (masters where there are any) and of state."""
+    """Yield this rank's range of the weights: of the masters where there are any."""
     for bucket in parts.buckets:
         master = parts.masters.existing(bucket)
         source = master.weights if master is not None else bucket.param_shard
@@ -140,8 +144,6 @@ def _own_runs(parts: Parts) -> Iterator[Run]:
             spec = bucket.layout.params[piece.param_index]
             values = source[first : first + piece.numel]
             yield Run(model_tensor_name(spec.fqn), spec.shape, piece.param_start, values)
-    for number, optimizer in enumerate(parts.optimizers):
-        yield from _state_runs(number, optimizer, parts.collectives.rank)
 
 
 def own_pieces(bucket: Bucket, rank: int) -> list[tuple[ShardSlice, int]]:
@@ -153,22 +155,42 @@ def own_pieces(bucket: Bucket, rank: int) -> list[tuple[ShardSlice, int]]:
     return [(piece, offset + piece.shard_start) for piece in bucket.layout.slices(rank)]
 
 
-def _state_runs(number: int, optimizer: ShardedOptimizer, rank: int) -> Iterator[Run]:
+def _collect_state(
+    number: int,
+    optimizer: ShardedOptimizer,
+    rank: int,
+    runs: list[Run],
+    plain: dict[str, dict[str, Any]],
+) -> None:
+    """Add this rank's range of an optimizer's state: tensors to `runs`, other values to `plain`."""
     for param in optimizer.params():
         bucket, index = optimizer.place_of(param)
         spec = bucket.layout.params[index]
         wanted = [piece for piece, _ in own_pieces(bucket, rank) if piece.param_index == index]
+        is_start = any(part.param_start == 0 for part in wanted)
         for piece, weight in optimizer.slices_of(param):
             for key, value in optimizer.state.get(weight, {}).items():
                 name = optim_tensor_name(number, spec.fqn, key)
-                if not isinstance(value, Tensor):
-                    value = torch.tensor(value)
-                if value.dim() and value.numel() == piece.numel:
+                kind = full_state.describe_kind(value, piece.numel, f"The state {key!r} of {spec.fqn!r}")
+                if kind[0] == "elements":
                     for part in wanted:
                         start = part.param_start - piece.param_start
-                        yield Run(name, spec.shape, part.param_start, value[start : start + part.numel])
-                elif value.numel() == 1 and any(part.param_start == 0 for part in wanted):
-                    yield Run(name, (), 0, value.reshape(1))
+                        values = value.reshape(-1)[start : start + part.numel]
+                        runs.append(Run(name, spec.shape, part.param_start, values))
+                elif kind[0] == "scalar" and is_start:
+                    runs.append(Run(name, (), 0, value.reshape(1)))
+                elif is_start:
+                    plain.setdefault(spec.fqn, {})[key] = kind[1]
+
+
+def _write_file(file: Path, stored: _Stored, metadata: dict[str, str]) -> list[Any]:
+    """Write this rank's file and return what rank 0 needs for the manifest, as JSON."""
+    written = write_rank_file(file, [(run.name, run.values) for run in stored.runs], metadata)
+    table = [
+        [run.name, run.shape, dtype_name(run.values.dtype), run.start, run.values.numel(), record.checksum]
+        for run, record in zip(stored.runs, written, strict=True)
+    ]
+    return [file.name, file.stat().st_size, table, stored.plain_states]
 
 
 def _buffer_runs(model: nn.Module) -> list[Run]:
@@ -179,12 +201,22 @@ def _buffer_runs(model: nn.Module) -> list[Run]:
 
 
 def _persistent_buffers(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    params = {id(param) for param in model.parameters()}
+    others = {id(param) for param in model.parameters()}
+    extra_names = set(module_extra_states(model))
     found: dict[int, tuple[Tensor, list[str]]] = {}
     for name, value in names_in(model).items():
-        if isinstance(value, Tensor) and id(value) not in params:
+        if isinstance(value, Tensor) and id(value) not in others and name not in extra_names:
             found.setdefault(id(value), (value, []))[1].append(name)
     return list(found.values())
+
+
+def _encode_extra(model: nn.Module, extra: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Encode the user's extra state, and with it what modules return from `get_extra_state`."""
+    of_modules = module_extra_states(model)
+    if not of_modules:
+        return encode_extra(extra)
+    encoded, tensors = encode_extra({"user": extra, "modules": of_modules})
+    return {_MODULES: encoded}, tensors  # a key that `encode_extra` itself never makes
 
 
 def _commit(
@@ -196,7 +228,7 @@ def _commit(
 def _manifest(parts: Parts, checkpoint_id: str, tables: list[Any], extra: Any) -> Manifest:
     pieces: dict[str, list[Piece]] = {}
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
-    for file_name, _, table in tables:
+    for file_name, _, table, _ in tables:
         for name, shape, dtype, start, numel, checksum in table:
             kinds[name] = (tuple(shape), dtype)
             piece = Piece(file=file_name, key=name, file_start=0, start=start, numel=numel, checksum=checksum)
@@ -207,7 +239,7 @@ def _manifest(parts: Parts, checkpoint_id: str, tables: list[Any], extra: Any) -
         checkpoint_id=checkpoint_id,
         world_size=parts.collectives.world_size,
         stage=parts.stage,
-        files={file_name: FileRecord(num_bytes=num_bytes) for file_name, num_bytes, _ in tables},
+        files={file_name: FileRecord(num_bytes=num_bytes) for file_name, num_bytes, _, _ in tables},
         params=_param_records(parts),
         buffers={
             names[0]: BufferRecord(
@@ -219,7 +251,10 @@ def _manifest(parts: Parts, checkpoint_id: str, tables: list[Any], extra: Any) -
             name: TensorEntry(name=name, shape=shape, dtype=dtype, pieces=tuple(pieces.get(name, ())))
             for name, (shape, dtype) in kinds.items()
         },
-        optimizers=tuple(_optimizer_record(optimizer) for optimizer in parts.optimizers),
+        optimizers=tuple(
+            _optimizer_record(optimizer, [plain_states[number] for *_, plain_states in tables])
+            for number, optimizer in enumerate(parts.optimizers)
+        ),
         extra=extra,
         hf=hf_record(parts.model),
     )
@@ -241,11 +276,17 @@ def _param_records(parts: Parts) -> dict[str, ParamRecord]:
     }
 
 
-def _optimizer_record(optimizer: ShardedOptimizer) -> OptimizerRecord:
+def _optimizer_record(
+    optimizer: ShardedOptimizer, plain_of_ranks: list[dict[str, dict[str, Any]]]
+) -> OptimizerRecord:
     groups = full_state.groups_as_json(optimizer.param_groups)
     for group, params in zip(groups, (group["params"] for group in optimizer.param_groups), strict=True):
         group["params"] = [_fqn_of(optimizer, param) for param in params]
-    return OptimizerRecord.model_validate({"class": optimizer.user_class, "param_groups": groups})
+    return OptimizerRecord(
+        class_name=optimizer.user_class,
+        param_groups=tuple(groups),
+        plain_state={fqn: state for plain in plain_of_ranks for fqn, state in plain.items()},
+    )
 
 
 def _make_folder(folder: Path) -> None:
@@ -260,6 +301,17 @@ def _make_folder(folder: Path) -> None:
 
 
 # -- reading --
+
+
+def _check_same(path: str, paths_and_ids: list[list[str]]) -> None:
+    """Raise on all ranks if they have opened different checkpoints."""
+    for rank, (other, checkpoint_id) in enumerate(paths_and_ids):
+        if checkpoint_id != paths_and_ids[0][1]:
+            raise CheckpointError(
+                what=f"Rank 0 loads {paths_and_ids[0][0]} and rank {rank} loads {other}, another save.",
+                why="Every rank reads its part of the weights, so all must read the same checkpoint.",
+                fix="Pass the same path on every rank. Nothing was loaded.",
+            )
 
 
 def _check_fits(parts: Parts, manifest: Manifest, path: str) -> CheckpointError | None:
@@ -306,12 +358,12 @@ def _misfit(what: str) -> CheckpointError:
 def _read_weights(parts: Parts, reader: CheckpointReader) -> None:
     for bucket in parts.buckets:
         master = parts.masters.existing(bucket)
-        for position, piece in enumerate(bucket.slices):
+        for piece in bucket.slices:
             name = model_tensor_name(bucket.layout.params[piece.param_index].fqn)
             values = reader.read(name, piece.param_start, piece.param_start + piece.numel)
             bucket.param_shard[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
             if master is not None:
-                master.slices[position].copy_(values)
+                master.weights[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
     for buffer, names in _persistent_buffers(parts.model):
         if names[0] in reader.manifest.buffers:
             buffer.data.copy_(reader.read_tensor(model_tensor_name(names[0])))
@@ -325,26 +377,47 @@ def _read_optimizers(parts: Parts, reader: CheckpointReader) -> None:
             fqn, _, key = rest.rpartition("/")
             keys.setdefault((int(position), fqn), []).append(key)
     for number, optimizer in enumerate(parts.optimizers):
-        full_state.load_groups(
-            optimizer, [dict(group) for group in reader.manifest.optimizers[number].param_groups]
-        )
+        record = reader.manifest.optimizers[number]
+        full_state.load_groups(optimizer, [dict(group) for group in record.param_groups])
         optimizer.state.clear()
-        for param in optimizer.params():
-            fqn = _fqn_of(optimizer, param)
-            for key in keys.get((number, fqn), ()):
-                _read_state(optimizer, param, key, reader, optim_tensor_name(number, fqn, key))
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                fqn = _fqn_of(optimizer, param)
+                for key in keys.get((number, fqn), ()):
+                    _read_state(optimizer, param, group, reader, optim_tensor_name(number, fqn, key))
+                for _, weight in optimizer.slices_of(param):
+                    optimizer.state[weight].update(copy.deepcopy(record.plain_state.get(fqn, {})))
 
 
 def _read_state(
-    optimizer: ShardedOptimizer, param: nn.Parameter, key: str, reader: CheckpointReader, name: str
+    optimizer: ShardedOptimizer,
+    param: nn.Parameter,
+    group: dict[str, Any],
+    reader: CheckpointReader,
+    name: str,
 ) -> None:
-    per_slice = reader.entry(name).shape == ()
+    """Read one tensor of a parameter's state into this rank's slices of it."""
+    key = name.rpartition("/")[2]
+    is_shared = reader.entry(name).shape == ()
+    # State follows the dtype of what is optimized where that has changed since it was saved.
+    saved_dtype = reader.entry(model_tensor_name(_fqn_of(optimizer, param))).torch_dtype
     for piece, weight in optimizer.slices_of(param):
-        if per_slice:
-            optimizer.state[weight][key] = reader.read_tensor(name)
+        if is_shared:
+            value = full_state.shared_value(reader.read_tensor(name), group, weight)
         else:
-            values = reader.read(name, piece.param_start, piece.param_start + piece.numel)
-            optimizer.state[weight][key] = values.to(weight.device)
+            value = reader.read(name, piece.param_start, piece.param_start + piece.numel).to(weight.device)
+            if weight.dtype != saved_dtype and value.is_floating_point():
+                value = value.to(weight.dtype)
+        optimizer.state[weight][key] = value
+
+
+def _read_extra(parts: Parts, reader: CheckpointReader) -> Any:
+    encoded = reader.manifest.extra
+    if not (isinstance(encoded, dict) and _MODULES in encoded):
+        return decode_extra(encoded, reader.read_tensor)
+    both: Any = decode_extra(encoded[_MODULES], reader.read_tensor)
+    set_module_extra_states(parts.model, both["modules"])
+    return both["user"]
 
 
 # -- helpers --
@@ -352,18 +425,31 @@ def _read_state(
 
 def _agreed(collectives: Collectives, work: Callable[[], Any]) -> Any:
     """Do this rank's part of something all ranks do; if any fails, all raise what it raised."""
-    result, error = None, None
+    result: Any = None
+    error: ZeroError | None = None
+    cause: Exception | None = None
     try:
         result = work()
     except ZeroError as raised:
         error = raised
     except OSError as raised:
+        cause = raised
         error = CheckpointError(
             what=f"{type(raised).__name__}: {raised}",
             why="The file system refused.",
             fix="Check free space, permissions and the path. A checkpoint that was there before still is.",
         )
-    collectives.agree(error)
+    except Exception as raised:
+        cause = raised
+        error = CheckpointError(
+            what=f"{type(raised).__name__}: {raised}",
+            why="It was raised while a checkpoint was written or read; the traceback above says where.",
+            fix="A checkpoint that was there before still is. If the error is not yours, please report it.",
+        )
+    try:
+        collectives.agree(error)
+    except ZeroError as agreed:
+        raise agreed from cause
     return result
 
 

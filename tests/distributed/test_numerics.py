@@ -1,0 +1,604 @@
+"""Sharding never shows in the numbers: clipping, accumulation, unused and tied parameters, overlap, 16-bit training.
+
+Oracle: naive data parallelism (whole gradients averaged in rank order after the backward) or plain torch in one process;
+tolerance 0 where the order of additions is the same, else 1e-6 of a tensor's norm, with the reason beside it. Many of
+these are faults that users of other implementations have reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zero_strategy as zs
+from tests.harness import distributed, rank, subtest, world_size
+from tests.models import VOCAB, Awkward, Mlp, TinyGpt, batches, loss_of
+from tests.reference import (
+    Naive,
+    Recipe,
+    Trace,
+    Zero,
+    adamw,
+    assert_close,
+    assert_same_bits,
+    compare,
+    relative_difference,
+    train,
+    train_with,
+    train_whole_batch,
+    train_zero,
+)
+
+STAGES = (0, 1, 2, 3)
+SMALL = {"reduce_bucket_size": 100}  # many buckets even in a small model
+
+
+def sgd(model: nn.Module, lr: float = 0.1, **settings: Any) -> Optimizer:
+    """Plain SGD over all that trains: the change of a weight is -lr times its gradient."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, **settings)
+
+
+def awkward_loss(model: nn.Module, step: int) -> Tensor:
+    """Cross-entropy on this rank's batch of a step."""
+    tokens, targets = batches(step + 1, rank())[step]
+    return loss_of(model(tokens), targets)
+
+
+def mlp_loss(model: nn.Module, step: int) -> Tensor:
+    """A quadratic loss on this rank's own inputs."""
+    generator = torch.Generator().manual_seed(100 * step + rank())
+    return model(torch.randn(4, 15, generator=generator)).pow(2).mean()
+
+
+# -- clipping ------------------------------------------------------------------------------------------------
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_returns_the_norm_before_and_bounds_the_update(stage: int) -> None:
+    """Case B001."""
+    recipe = Recipe(optimizer=partial(sgd, lr=1.0))
+    loud = lambda model, step: 1e3 * awkward_loss(model, step)  # noqa: E731
+    naive, zero = Naive(recipe), Zero(recipe, stage=stage, **SMALL)
+    for way in (naive, zero):
+        way.backward(loud(way.model, 0))
+    naive.average()
+    before = zero.weights()
+    norm, wanted = zero.clip_norm(1.0), naive.clip_norm(1.0)
+    assert wanted > 100 and relative_difference(norm, wanted) < 1e-6
+    assert zero.optimizer.clip_coefficient == pytest.approx(1.0 / float(wanted), rel=1e-5)
+    zero.step()
+    after = zero.weights()
+    if rank() == 0:
+        names = [name for name, _ in zero.model.named_parameters()]  # each tied parameter once
+        change = torch.cat([(after[name] - before[name]).reshape(-1) for name in names])
+        assert float(change.norm()) == pytest.approx(1.0, abs=1e-4)
+    zero.close()
+
+
+@distributed(world_size=2)
+def test_clip_coefficient_is_one_if_the_norm_is_within_the_bound() -> None:
+    zero = Zero(Recipe(), stage=3)
+    zero.backward(awkward_loss(zero.model, 0))
+    grads = zero.grads()
+    norm = zero.clip_norm(1e6)
+    assert zero.optimizer.clip_coefficient == 1.0 and float(norm) > 0
+    for name, grad in zero.grads().items():
+        wanted = grads[name]
+        assert (grad is None and wanted is None) or torch.equal(grad, wanted)
+    zero.close()
+
+
+@distributed(world_size=[2, 3])
+def test_the_norm_counts_every_element_once_wherever_it_lies() -> None:
+    """Case B121: the same gradients, cut among ranks in different ways, have one norm and one coefficient."""
+    norms, coefficients = set(), set()
+    for stage in STAGES:
+        for size in (1, 100, 1_000, 25_000_000):
+            zero = Zero(Recipe(), stage=stage, reduce_bucket_size=size)
+            zero.backward(awkward_loss(zero.model, 0))
+            grads = [grad for grad in zero.grads().values() if grad is not None]
+            wanted = torch.cat([grad.reshape(-1) for grad in grads]).double().norm()
+            norms.add(float(zero.clip_norm(0.01)))
+            coefficients.add(zero.optimizer.clip_coefficient)
+            assert float(wanted) == pytest.approx(max(norms), rel=1e-6)
+            zero.close()
+    assert len(norms) == len(coefficients) == 1
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_norms_of_any_order_agree_with_torch(norm_type: float) -> None:
+    naive, zero = Naive(Recipe()), Zero(Recipe(), stage=3, **SMALL)
+    for way in (naive, zero):
+        way.backward(awkward_loss(way.model, 0))
+    naive.average()
+    wanted = nn.utils.clip_grad_norm_(naive.model.parameters(), 0.1, norm_type)
+    assert relative_difference(zero.optimizer.clip_grad_norm_(0.1, norm_type), wanted) < 1e-6
+    for name, grad in zero.grads().items():
+        expected = naive.grads()[name]
+        assert (grad is None) == (expected is None)
+        assert grad is None or relative_difference(grad, expected) < 1e-6
+    zero.close()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_in_the_middle_of_an_accumulation_does_nothing(stage: int) -> None:
+    """Case B078: loops that clip in every micro-step, inside `no_sync`, train as those that clip at the boundary."""
+    recipe = Recipe(num_steps=3, accumulation=4)
+    weights = []
+    for clips_each in (False, True):
+        zero = Zero(recipe, stage=stage)
+        for step in range(recipe.num_steps):
+            for micro in range(4):
+                tokens, targets = batches(12, rank())[4 * step + micro]
+                if micro < 3:
+                    with zero.no_sync():
+                        zero.backward(loss_of(zero.model(tokens), targets))
+                        if clips_each:
+                            zero.clip_norm(0.05)
+                else:
+                    zero.backward(loss_of(zero.model(tokens), targets))
+                    zero.clip_norm(0.05)
+            zero.step()
+        weights.append(zero.weights())
+        zero.close()
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_a_not_finite_gradient_spoils_it_on_all_ranks(stage: int) -> None:
+    """A gradient that overflowed on rank 1 must show as a NaN or an infinity, as in torch, and on both ranks alike."""
+    zero = Zero(Recipe(), stage=stage, **SMALL)
+    factor = float("inf") if rank() == 1 else 1.0
+    zero.backward(awkward_loss(zero.model, 0) * factor)
+    norm = zero.clip_norm(1.0)
+    assert not torch.isfinite(norm)
+    zero.close()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_zeroed_after_the_reduction_are_what_the_norm_and_the_step_use(stage: int) -> None:
+    """Case B124, as far as there is an interface: `clip_grad_value_` edits what was reduced, and nothing is cached."""
+    zero = Zero(Recipe(optimizer=sgd), stage=stage, **SMALL)
+    zero.backward(awkward_loss(zero.model, 0))
+    assert float(zero.clip_norm(float("inf"))) > 0
+    before = zero.weights()
+    zero.clip_value(0.0)
+    assert float(zero.clip_norm(float("inf"))) == 0.0
+    assert all(grad is None or not grad.any() for grad in zero.grads().values())
+    zero.step()
+    assert all(torch.equal(value, before[name]) for name, value in zero.weights().items())
+    zero.close()
+
+
+# -- accumulation --------------------------------------------------------------------------------------------
+
+
+@distributed(world_size=[2, 4])
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_accumulation_equals_one_process_at_every_stage(name: str) -> None:
+    """Case B024: every element within 1e-6 (absolute) of one process with the concatenated batch."""
+    optimizer = partial(adamw, lr=1e-3) if name == "adamw" else partial(sgd, lr=0.05, momentum=0.9)
+    for accumulation in (1, 3, 4):
+        recipe = Recipe(num_steps=5, accumulation=accumulation, optimizer=optimizer)
+        reference = train_whole_batch(recipe)
+        for stage in STAGES:
+            with subtest(f"accumulation={accumulation}, stage={stage}"):
+                trace = train_zero(recipe, stage=stage)
+                for step in range(recipe.num_steps if rank() == 0 else 0):
+                    for key, value in trace.weights[step].items():
+                        assert (value - reference.weights[step][key]).abs().max() < 1e-6, (step, key)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_several_backwards_before_a_step_add_up(stage: int) -> None:
+    """Case B028: no configured accumulation is needed; each backward adds its mean, so to rounding."""
+
+    def three_losses(way: Naive | Zero) -> None:
+        for index in range(3):
+            way.backward(awkward_loss(way.model, index))
+
+    recipe = Recipe(optimizer=sgd)
+    naive, zero = Naive(recipe), Zero(recipe, stage=stage, **SMALL)
+    for _ in range(2):
+        three_losses(naive)
+        three_losses(zero)
+        for name, wanted in naive.grads().items():
+            grad = zero.grads()[name]
+            assert (grad is None) == (wanted is None)
+            assert grad is None or relative_difference(grad, wanted) < 1e-6
+        naive.step()
+        zero.step()
+    weights = zero.weights()
+    for name in weights:
+        assert relative_difference(weights[name], naive.weights()[name]) < 1e-6
+    zero.close()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_model_zero_grad_clears_what_was_reduced_and_what_was_kept_under_no_sync(stage: int) -> None:
+    zero = Zero(Recipe(), stage=stage)
+    for _ in range(2):
+        with zero.no_sync():
+            zero.backward(awkward_loss(zero.model, 3))
+        zero.model.zero_grad()
+        zero.backward(awkward_loss(zero.model, 3))
+        zero.model.zero_grad()
+    assert all(grad is None for grad in zero.grads().values())
+    zero.backward(awkward_loss(zero.model, 0))
+    naive = Naive(Recipe())
+    naive.backward(awkward_loss(naive.model, 0))
+    for name, wanted in naive.grads().items():
+        grad = zero.grads()[name]
+        assert (grad is None and wanted is None) or torch.equal(grad, wanted), name
+    zero.close()
+
+
+# -- buckets, overlap, unused, tied and twice-used parameters ------------------------------------------------
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_overlap_changes_no_bit_in_thirty_steps_of_eighty_buckets(stage: int) -> None:
+    """Case B005."""
+    recipe = Recipe(build=lambda _: Mlp(depth=40))
+    traces = []
+    for overlap in (True, False):
+        zero = Zero(recipe, stage=stage, overlap_comm=overlap, **SMALL)
+        assert len(zero.engine.buckets) == 80
+        traces.append(train_with(zero, mlp_loss, num_steps=30 if stage == 1 else 10))
+        zero.close()
+    assert_same_bits(traces[0], traces[1])
+
+
+@distributed(world_size=2)
+def test_bucket_size_and_overlap_do_not_show_in_the_weights() -> None:
+    """Case B029."""
+    recipe = Recipe(num_steps=20)
+    first: Trace | None = None
+    for stage in (1, 2, 3):
+        for size, overlap in ((1, True), (7, False), (1_000, True), (int(1e9), False)):
+            with subtest(f"stage={stage}, reduce_bucket_size={size}, overlap_comm={overlap}"):
+                trace = train_zero(recipe, stage=stage, reduce_bucket_size=size, overlap_comm=overlap)
+                first = first or trace
+                assert_same_bits(trace, first)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("recompute", [None, "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_used_twice_in_a_loss_equals_naive_data_parallelism(stage: int, recompute: str | None) -> None:
+    """Case B002. Re-entrant: a parameter's gradient comes in parts, so sums may be ordered otherwise: to rounding."""
+
+    def siamese(model: nn.Module, step: int) -> Tensor:
+        (left, targets), (right, _) = batches(2 * step + 2, rank())[2 * step :]
+        return loss_of(model(left) + model(right), targets)
+
+    recipe = Recipe(build=partial(Awkward, recompute))
+    compare(recipe, siamese, tolerance=1e-6 if recompute == "reentrant" else 0.0, num_steps=4, stage=stage, **SMALL)
+
+
+class SharedTwice(nn.Module):
+    """One module called in two checkpoints: re-entrant recomputation delivers its gradient twice in one backward."""
+
+    def __init__(self, recompute: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(15, 15) for _ in range(3))
+        self.is_reentrant = recompute == "reentrant"
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.layers
+        for layer in (first, second, first, third, first):
+            inner = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.is_reentrant)
+            x = x + torch.tanh(inner)
+        return x
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("recompute", ["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_module_recomputed_several_times_in_one_backward_loses_no_gradient(recompute: str, overlap: bool) -> None:
+    """Case B002, with the shared module inside the model and its bucket reduced while the rest is on its way."""
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + rank())
+        return model(torch.randn(4, 15, generator=generator, requires_grad=True)).pow(2).mean()
+
+    recipe = Recipe(build=lambda _: SharedTwice(recompute), optimizer=sgd)
+    for stage in STAGES:
+        with subtest(f"stage={stage}"):
+            compare(recipe, loss, tolerance=1e-6, num_steps=3, stage=stage, overlap_comm=overlap, **SMALL)
+
+
+class Sometimes(nn.Module):
+    """A parameter that nobody uses, and one that only rank 0 uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(15, 15)
+        self.never = nn.Parameter(torch.randn(7, 15))
+        self.sometimes = nn.Parameter(torch.randn(15))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.base(x)
+        return x * self.sometimes if rank() == 0 else x
+
+
+@distributed(world_size=2, timeout=30)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_used_on_one_rank_gets_half_its_gradient_and_an_unused_one_none(stage: int, overlap: bool) -> None:
+    """Case B026. AdamW would decay an unused parameter that was given a gradient of zeros."""
+    recipe = Recipe(build=lambda _: Sometimes(), optimizer=adamw)
+    never = recipe.model().never.detach().clone()
+    zero = Zero(recipe, stage=stage, overlap_comm=overlap, reduce_bucket_size=10)
+    loss = mlp_loss(zero.model, 0)
+    zero.backward(loss)
+    assert zero.engine.full_grad(zero.model.never) is None
+    zero.optimizer.zero_grad()
+    compare(recipe, mlp_loss, num_steps=4, stage=stage, overlap_comm=overlap, reduce_bucket_size=10)
+    trace = train_with(zero, mlp_loss)
+    if rank() == 0:
+        assert torch.equal(trace.weights[-1]["never"], never)
+    zero.close()
+
+
+@distributed(world_size=3, timeout=30)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_without_parameters_on_one_rank_hangs_nobody(stage: int) -> None:
+    """One rank has an empty batch and a constant loss; `engine.backward` takes part all the same."""
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return torch.zeros((), requires_grad=True) if rank() == step % 3 else mlp_loss(model, step)
+
+    if stage < 3:
+        compare(Recipe(build=lambda _: Mlp()), loss, tolerance=1e-6, stage=stage, **SMALL)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_tied_weight_at_both_ends_of_forty_layers_equals_naive_data_parallelism(stage: int) -> None:
+    """Case B122."""
+    recipe = Recipe(build=lambda _: Mlp(depth=40, tied=True))
+    compare(recipe, mlp_loss, stage=stage, overlap_comm=True, **SMALL)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_order_of_use_may_change_from_step_to_step_and_differ_between_ranks(stage: int) -> None:
+    """Rank 1 applies the layers in another order than rank 0, and both change it; below stage 3, where nothing is gathered."""
+
+    def shuffled(model: Mlp, step: int) -> Tensor:
+        x = torch.randn(4, 15, generator=torch.Generator().manual_seed(step))
+        order = torch.randperm(6, generator=torch.Generator().manual_seed(10 * step + rank()))
+        for index in order[: 6 - step % 3].tolist():
+            x = x + torch.tanh(nn.functional.linear(x, model.layers[index].weight, model.layers[index].bias))
+        return x.pow(2).mean()
+
+    if stage < 3:
+        compare(Recipe(build=lambda _: Mlp(depth=6)), shuffled, num_steps=6, stage=stage, **SMALL)
+
+
+# -- 16 bits -------------------------------------------------------------------------------------------------
+
+
+@distributed(world_size=1)
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_pair_of_model_and_accumulation_dtype_trains_or_is_refused_by_name(stage: int) -> None:
+    """Case B068."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for accumulate in (None, "fp32", "fp16", "bf16"):
+            with subtest(f"{dtype}, grad_accum_dtype={accumulate}"):
+                recipe = Recipe(build=lambda _: Mlp(), dtype=dtype, optimizer=sgd)
+                settings = {"stage": stage, "data_types": {"grad_accum_dtype": accumulate}}
+                if accumulate in ("fp16", "bf16"):
+                    with pytest.raises(zs.ConfigError, match="data_types.grad_accum_dtype"):
+                        Zero(recipe, **settings)
+                    continue
+                zero = Zero(recipe, **settings)
+                before = zero.weights()
+                zero.backward(zero.model(torch.ones(4, 15, dtype=dtype)).float().pow(2).mean())
+                zero.step()
+                after = zero.weights()
+                assert all(value.dtype == dtype for value in after.values())
+                assert any(not torch.equal(value, before[name]) for name, value in after.items())
+                zero.close()
+
+
+class Scale(nn.Module):
+    """One parameter per element: the gradient of `weight` is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@distributed(world_size=1)
+@pytest.mark.parametrize("is_synced", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp32_accumulation_of_bf16_gradients_loses_nothing(stage: int, whole: bool, is_synced: bool) -> None:
+    """Case B068: 256 micro-steps of 1e-3, as bf16 rounds it, with and without a reduction each.
+
+    In bf16 the sum would stop growing at 0.25, where half a unit in the last place is more than 1e-3 / 2.
+    """
+    zero = Zero(
+        Recipe(build=lambda _: Scale(), optimizer=sgd),
+        stage=stage,
+        bf16=True,
+        data_types={"grad_accum_dtype": "fp32"},
+        accumulate_whole_gradients=whole,
+    )
+    small = torch.full((16,), 1e-3, dtype=torch.bfloat16)
+    for micro in range(256):
+        if is_synced or micro == 255:
+            zero.backward(zero.model(small).sum())
+        else:
+            with zero.no_sync():
+                zero.backward(zero.model(small).sum())
+    grad = zero.grads()["weight"]
+    assert grad is not None and grad.dtype == torch.float32
+    torch.testing.assert_close(grad, torch.full((16,), 256 * float(small[0])), atol=1e-4, rtol=0)
+    zero.close()
+
+
+@distributed(world_size=[1, 2])
+def test_gradient_norms_of_equal_steps_are_equal_in_bf16() -> None:
+    """Case B069: with lr=0 and one batch nothing may grow from step to step, or differ between stages."""
+    norms = set()
+    for stage in STAGES:
+        zero = Zero(Recipe(optimizer=partial(adamw, lr=0.0)), stage=stage, bf16=True)
+        for _ in range(5):
+            zero.backward(awkward_loss(zero.model, 0))
+            norms.add(float(zero.clip_norm(1.0)))
+            zero.step()
+        zero.close()
+    assert len(norms) == 1, norms
+
+
+@distributed(world_size=2)
+def test_a_small_transformer_in_bf16_has_one_loss_curve_at_all_stages() -> None:
+    """Case B074."""
+    recipe = Recipe(build=TinyGpt, num_steps=20, max_norm=1.0)
+    first: Trace | None = None
+    for stage in STAGES:
+        with subtest(f"stage={stage}"):
+            trace = train_zero(recipe, stage=stage, bf16=True, reduce_bucket_size=2_000)
+            first = first or trace
+            assert_same_bits(trace, first)
+    assert first is not None and first.losses[-1] < first.losses[0]
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_training_moves_fp32_masters_by_less_than_bf16_can_show(stage: int) -> None:
+    """A hundred steps of 1e-4 at weights of 1.0, where neighbouring bf16 numbers are 4e-3 to 8e-3 apart."""
+    zero = Zero(Recipe(build=lambda _: Scale(), optimizer=partial(sgd, lr=1e-4)), stage=stage, bf16=True)
+    for _ in range(100):
+        zero.backward(zero.model(torch.ones(16, dtype=torch.bfloat16)).sum())
+        zero.step()
+    weights = zero.weights()
+    if rank() == 0:
+        torch.testing.assert_close(weights["weight"].float(), torch.full((16,), 0.99), atol=2e-3, rtol=0)
+    zero.close()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_mixed_dtypes_keep_their_own_and_equal_naive_data_parallelism(stage: int) -> None:
+    """fp32 norms within a bf16 model; without masters in the reference, so bf16 weights are compared with one step of SGD."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low = nn.Linear(15, 15).to(torch.bfloat16)
+            self.high = nn.Linear(15, 15)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.high(self.low(x.to(torch.bfloat16)).float())
+
+    recipe = Recipe(build=lambda _: Mixed(), optimizer=partial(sgd, lr=0.5))
+    zero, naive = Zero(recipe, stage=stage), Naive(recipe)
+    for way in (zero, naive):
+        way.backward(mlp_loss(way.model, 0))
+    for name, wanted in naive.grads().items():
+        grad = zero.grads()[name]
+        assert grad is not None and wanted is not None and grad.dtype == wanted.dtype
+        assert torch.equal(grad, wanted), name
+    zero.step()
+    naive.step()
+    for name, value in zero.weights().items():
+        assert value.dtype == naive.weights()[name].dtype
+        torch.testing.assert_close(value, naive.weights()[name], rtol=1e-2 if value.dtype == torch.bfloat16 else 1e-7, atol=0)
+    zero.close()
+
+
+# -- ranks that start apart ----------------------------------------------------------------------------------
+
+
+@distributed(world_size=[2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_start_with_other_weights_and_buffers_get_those_of_rank_0(stage: int) -> None:
+    torch.manual_seed(rank())
+    model = Awkward()
+    own = model.bias_table.clone()
+    torch.manual_seed(0)
+    wanted = Awkward().state_dict()
+    engine = zs.ZeroEngine(model, stage_config(stage))
+    assert rank() == 0 or not torch.equal(own, model.bias_table)
+    assert torch.equal(model.bias_table, wanted["bias_table"])
+    with engine.unsharded_params():
+        for name, param in model.named_parameters():
+            assert torch.equal(param, wanted[name]), name
+    engine.close()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_float_buffers_follow_rank_0_in_training_forwards(stage: int) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(15)
+            self.out = nn.Linear(15, 15)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.norm(x))
+
+    zero = Zero(Recipe(build=lambda _: Counting(), optimizer=sgd), stage=stage)
+    train_with(zero, mlp_loss, num_steps=3)
+    zero.model(torch.ones(4, 15))  # broadcasts rank 0's, then every rank updates it with the same batch
+    means = [torch.empty(15) for _ in range(world_size())]
+    dist.all_gather(means, zero.model.norm.running_mean)
+    assert torch.equal(means[0], means[1])
+    zero.close()
+
+
+def stage_config(stage: int) -> zs.ZeroConfig:
+    """A config with nothing kept whole at stage 3."""
+    return zs.ZeroConfig(stage=stage, stage3_param_persistence_threshold=0)
+
+
+@distributed(world_size=1, process_group=False)
+def test_a_tiny_sub_group_steps_every_parameter_once() -> None:
+    """Case B123: the step count and the moments of every parameter, with many sub-groups and three param groups."""
+
+    def three_groups(model: nn.Module) -> Optimizer:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": trainable[i::3], "lr": 10.0 ** -(i + 1)} for i in range(3)]
+        return torch.optim.AdamW(groups, weight_decay=0.1)
+
+    recipe = Recipe(num_steps=5, optimizer=three_groups)
+    reference = train_whole_batch(recipe)
+    for stage in STAGES:
+        with subtest(f"stage={stage}"):
+            zero = Zero(recipe, stage=stage, sub_group_size=1, **SMALL)
+            assert len(zero.engine.buckets) >= 10
+            trace = train(zero, recipe)
+            assert_same_bits(trace, reference)
+            state = zero.optimizer.state_dict()["state"]
+            assert {float(entry["step"]) for entry in state.values()} == {5.0}
+
+
+@distributed(world_size=1)
+def test_vocabulary_is_as_small_as_the_batches_assume() -> None:
+    """The batches draw from it, so that most rows of the embedding have a gradient."""
+    tokens = torch.cat([x.reshape(-1) for x, _ in batches(10, 0)])
+    assert set(tokens.tolist()) == set(range(VOCAB))
+    assert_close(Trace(), Trace())
