@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 import os
 import random
 import shutil
@@ -214,7 +215,9 @@ def main() -> None:
     args = parse_args()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec).*")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     if args.evaluate:
         print(json.dumps(evaluate(args.evaluate, args)))
         return

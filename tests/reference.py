@@ -9,7 +9,10 @@ on the batches of all ranks concatenated: what data parallelism must reproduce. 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import zero_strategy as zs
-from tests.harness import rank, world_size
+from tests.harness import rank, subtest, world_size
 from tests.models import Awkward, batches, loss_of, param_groups
 
 
@@ -159,9 +162,12 @@ class Zero(Plain):
 
     def __init__(self, recipe: Recipe, **settings: Any) -> None:
         self.model = self.module = recipe.model()
-        settings.setdefault("stage3_param_persistence_threshold", 0)
+        settings.setdefault(
+            "stage3_param_persistence_threshold", 0
+        )  # these models are small: shard all of them
         self.engine = zs.ZeroEngine(self.model, zs.ZeroConfig(**settings))
-        self.optimizer = self.engine.shard_optimizer(recipe.optimizer(self.model))
+        self.users = recipe.optimizer(self.model)
+        self.optimizer = self.engine.shard_optimizer(self.users)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return self.engine.no_sync()
@@ -258,6 +264,24 @@ def compare(
         assert_close(trace, reference, tolerance)
     else:
         assert_same_bits(trace, reference)
+
+
+def grid(**axes: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a test body run once for every combination of some arguments, within one launch of ranks."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def every_cell(**kwargs: Any) -> None:
+            for values in itertools.product(*axes.values()):
+                cell = dict(zip(axes, values, strict=True))
+                with subtest(", ".join(f"{name}={value}" for name, value in cell.items())):
+                    body(**cell, **kwargs)
+
+        others = [p for name, p in inspect.signature(body).parameters.items() if name not in axes]
+        every_cell.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return every_cell
+
+    return decorate
 
 
 # -- comparison ----------------------------------------------------------------------------------------------

@@ -1,14 +1,22 @@
-"""ZeRO as a small, exact, readable library on `torch.distributed`: public names, nothing else."""
+"""ZeRO as a small, exact, readable library on `torch.distributed`: public names, nothing else.
+
+Names are imported when they are first used, so that the command line answers without waiting for torch.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from zero_strategy.config import ZeroConfig
-from zero_strategy.engine import ZeroEngine
-from zero_strategy.errors import CheckpointError, ConfigError, OffloadError, ShardingError, ZeroError
 from zero_strategy.lightning import register as _register_with_lightning
-from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from zero_strategy.config import ZeroConfig
+    from zero_strategy.engine import ZeroEngine
+    from zero_strategy.errors import CheckpointError, ConfigError, OffloadError, ShardingError, ZeroError
+    from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+
+    ZeroStrategy: Any
 
 __all__ = [
     "CheckpointError",
@@ -22,13 +30,24 @@ __all__ = [
     "ZeroStrategy",
 ]
 
+_HOMES = {
+    "ShardedOptimizer": "zero_strategy.optim.sharded_optimizer",
+    "ZeroConfig": "zero_strategy.config",
+    "ZeroEngine": "zero_strategy.engine",
+}
+
 _register_with_lightning()
 
 
 def __getattr__(name: str) -> Any:
-    # Lightning is optional: its class exists only where somebody asks for it.
-    if name == "ZeroStrategy":
+    if name == "ZeroStrategy":  # optional: the class derives from whichever Lightning is there
         from zero_strategy.lightning import strategy_class
 
         return strategy_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "zero_strategy.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

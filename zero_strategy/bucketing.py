@@ -150,13 +150,14 @@ def find_units(model: nn.Module, config: ZeroConfig) -> dict[nn.Module, nn.Modul
 def check_model(model: nn.Module) -> ConfigError | None:
     """Return why a model cannot be sharded, or None."""
     devices = {param.device for param in model.parameters()}
-    meta = [fqn for fqn, param in model.named_parameters() if param.is_meta]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    meta = [fqn for fqn, tensor in tensors if tensor.is_meta]
     if meta:
         return ConfigError(
-            what=f"{len(meta)} parameters are on the meta device, the first is {meta[0]!r}.",
-            why="A meta parameter has a shape but no values, so there is nothing to shard.",
-            fix="Build the model on the CPU, or materialise it first: model.to_empty(device='cpu') and load "
-            "or initialise its weights.",
+            what=f"{len(meta)} parameters or buffers are on the meta device, the first is {meta[0]!r}.",
+            why="A meta tensor has a shape but no values, so there is nothing to shard.",
+            fix="Build the model on the CPU, or materialise it first: model.to_empty(device='cpu') and load or "
+            "initialise its weights.",
         )
     if len(devices) > 1:
         return ConfigError(
@@ -243,10 +244,17 @@ def _descend(module: nn.Module, config: ZeroConfig, prefix: str = "") -> Iterato
         fqn = f"{prefix}{name}"
         is_member = isinstance(module, nn.ModuleList) or classes[type(child)] > 1
         is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
-        if (is_member and not is_container) or _is_leaf(child, fqn, config):
+        # An encoder and a decoder of one class are no repeated blocks: their layers are.
+        is_stack = not isinstance(module, nn.ModuleList) and _has_layers(child)
+        if (is_member and not is_container and not is_stack) or _is_leaf(child, fqn, config):
             yield child
         else:
             yield from _descend(child, config, f"{fqn}.")
+
+
+def _has_layers(module: nn.Module) -> bool:
+    lists = (inner for inner in module.modules() if isinstance(inner, nn.ModuleList))
+    return any(sum(next(member.parameters(), None) is not None for member in inner) > 1 for inner in lists)
 
 
 def _is_leaf(module: nn.Module, fqn: str, config: ZeroConfig) -> bool:

@@ -27,12 +27,14 @@ from zero_strategy.errors import CheckpointError, ConfigError, ShardingError
 from zero_strategy.lifecycle import ParamLifecycle
 from zero_strategy.log import log_once
 from zero_strategy.module_buffers import BufferBroadcaster
+from zero_strategy.optim import full_state
 from zero_strategy.optim.elementwise import check_elementwise
 from zero_strategy.optim.places import Place
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer, StepSettings, check_params
 from zero_strategy.passes import BackwardPass, ForwardPass
 from zero_strategy.precision import Masters
 from zero_strategy.reducer import GradReducer
+from zero_strategy.report import write_report
 
 
 class ZeroEngine:
@@ -79,7 +81,7 @@ class ZeroEngine:
         self.model = model
         self.ledger = Ledger()
         self._collectives = Collectives(topology, self.ledger)
-        self._collectives.agree(check_model(model) or _check_unused(model))
+        self._collectives.agree(_check_unused(model) or check_model(model))
         self.config = _agreed_config(config, self._collectives)
         self._collectives.require_same(describe_model(model), "The model")
         log_once(self.config.describe())
@@ -128,6 +130,8 @@ class ZeroEngine:
             self.ledger.watch(bucket.memory)
         self.ledger.watch(self._masters.memory)
         self.ledger.watch(self._collectives.memory)
+        self._backward.listen(on_end=self.ledger.note_backward, on_abort=self.ledger.note_backward)
+        self.ledger.explain_with(self._report)
         self.ledger.reset()
 
     def shard_optimizer(self, optimizer: Optimizer) -> ShardedOptimizer:
@@ -151,6 +155,9 @@ class ZeroEngine:
             or self._check_unclaimed(params)
         )
         self._collectives.agree(error)
+        self._collectives.require_same(
+            full_state.describe_optimizer(optimizer, self._places), "The optimizer"
+        )
         settings = StepSettings(
             before_step=self._before_step,
             gradient_clipping=self.config.gradient_clipping,
@@ -190,6 +197,7 @@ class ZeroEngine:
     def _before_step(self) -> None:
         self._backward.check()
         self._lifecycle.release_idle()
+        self.ledger.note_step()
 
     # -- whole values --
 
@@ -342,6 +350,15 @@ class ZeroEngine:
         )
 
     # -- helpers --
+
+    def _report(self) -> str:
+        return write_report(
+            self.ledger,
+            self.buckets,
+            self.optimizers,
+            self._collectives.world_size,
+            whole_accumulation=self.config.accumulate_whole_gradients,
+        )
 
     def _on_load_state_dict(self, module: nn.Module, incompatible: Any) -> None:
         self._masters.refresh()

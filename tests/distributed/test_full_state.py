@@ -203,10 +203,7 @@ def test_names_that_do_not_match_are_returned_or_refused_on_all_ranks() -> None:
             with expect_error(zs.CheckpointError, ["shared.bias", "average", "stranger", "strict=False"]):
                 engine.load_full_state_dict(given)
             result = engine.load_full_state_dict(given, strict=False)
-            assert result.missing_keys == ["average", "shared.bias"] or set(result.missing_keys) == {
-                "average",
-                "shared.bias",
-            }
+            assert sorted(result.missing_keys) == ["average", "shared.bias"]
             assert result.unexpected_keys == ["stranger"]
             engine.close()
 
@@ -257,7 +254,7 @@ def test_model_load_state_dict_refreshes_the_masters_below_stage_3() -> None:
 def test_model_state_dict_and_load_state_dict_at_stage_3_say_what_to_call() -> None:
     engine = sharded(build(), stage=3)
     before = engine.full_state_dict()
-    with expect_error(zs.ShardingError, ["embed.weight", "engine.full_state_dict()", "save_checkpoint"]):
+    with expect_error(zs.ShardingError, ["parameter 'unused'", "engine.full_state_dict()", "save_checkpoint"]):
         engine.model.state_dict()
     with expect_error(RuntimeError, ["embed.weight", "engine.load_full_state_dict(sd)"]):
         engine.model.load_state_dict(build(seed=5).state_dict())

@@ -202,8 +202,23 @@ def test_manual_optimization_with_two_optimizers_equals_ddp_bit_for_bit() -> Non
 
 
 class EvaluationOnly(TinyModule):
+    """Its steps use a parameter of the root itself, outside of any forward."""
+
     training_step = LightningModule.training_step
     configure_optimizers = LightningModule.configure_optimizers
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.full((15,), 0.3))
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", (self(batch[0]) + self.offset.sum()).mean(), sync_dist=True)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", (self(batch[0]) + self.offset.sum()).mean(), sync_dist=True)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0]) + self.offset.sum()
 
 
 @distributed(world_size=2)

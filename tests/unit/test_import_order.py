@@ -27,8 +27,8 @@ ORDER = [
     "optim.places", "optim.elementwise", "optim.clip", "optim.full_state", "optim.sharded_optimizer",
     "checkpoint.elements", "checkpoint.safetensors_io", "checkpoint.records", "checkpoint.extra",
     "checkpoint.manifest", "checkpoint.format", "checkpoint.inspection", "checkpoint.hf",
-    "checkpoint.full_weights", "checkpoint.save_load", "checkpoint.consolidate",
-    "root_methods", "engine",
+    "checkpoint.full_weights", "checkpoint.parts", "checkpoint.save_load", "checkpoint.consolidate",
+    "root_methods", "report", "engine",
     "lightning", "accelerate", "transformers",
     "cli", "run",
 ]  # fmt: skip

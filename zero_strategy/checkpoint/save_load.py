@@ -10,23 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.bucket import Bucket
 from zero_strategy.checkpoint.format import (
-    BufferRecord,
     CheckpointReader,
-    FileRecord,
     Manifest,
-    OptimizerRecord,
-    ParamRecord,
-    Piece,
-    TensorEntry,
     decode_extra,
     dtype_name,
     encode_extra,
@@ -37,27 +30,16 @@ from zero_strategy.checkpoint.format import (
     rank_file_name,
     write_rank_file,
 )
-from zero_strategy.checkpoint.full_weights import module_extra_states, names_in, set_module_extra_states
-from zero_strategy.checkpoint.hf import hf_record
+from zero_strategy.checkpoint.full_weights import module_extra_states, set_module_extra_states
+from zero_strategy.checkpoint.parts import Parts, fqn_of, manifest_of, own_pieces, persistent_buffers
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.errors import CheckpointError, ZeroError
-from zero_strategy.layout import ShardSlice
 from zero_strategy.optim import full_state
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
-from zero_strategy.precision import Masters
+
+__all__ = ["Parts", "load", "save"]
 
 _MODULES = "$modules"
-
-
-class Parts(NamedTuple):
-    """The parts of an engine that a checkpoint is made of."""
-
-    model: nn.Module
-    buckets: Sequence[Bucket]
-    masters: Masters
-    optimizers: Sequence[ShardedOptimizer]
-    collectives: Collectives
-    stage: int
 
 
 class Run(NamedTuple):
@@ -109,6 +91,8 @@ def load(parts: Parts, path: str) -> Any:
     with reader:
         _check_same(path, collectives.gather_json([path, reader.manifest.checkpoint_id]))
         collectives.agree(_check_fits(parts, reader.manifest, path))
+        # All of it, before anything is overwritten: a range read for another layout has no checksum.
+        _agreed(collectives, lambda: _verify_share(reader, collectives.rank, collectives.world_size))
         with torch.no_grad():
             _agreed(collectives, lambda: _read_weights(parts, reader))
             _agreed(collectives, lambda: _read_optimizers(parts, reader))
@@ -144,15 +128,6 @@ def _own_runs(parts: Parts) -> Iterator[Run]:
             spec = bucket.layout.params[piece.param_index]
             values = source[first : first + piece.numel]
             yield Run(model_tensor_name(spec.fqn), spec.shape, piece.param_start, values)
-
-
-def own_pieces(bucket: Bucket, rank: int) -> list[tuple[ShardSlice, int]]:
-    """Return this rank's range of a bucket as slices, each with its first element in `param_shard`.
-
-    Where the state is whole (stage 0) every rank has everything, and each still stores its range only.
-    """
-    offset = 0 if bucket.policy.shard_optim else rank * bucket.layout.shard_numel
-    return [(piece, offset + piece.shard_start) for piece in bucket.layout.slices(rank)]
 
 
 def _collect_state(
@@ -196,25 +171,16 @@ def _write_file(file: Path, stored: _Stored, metadata: dict[str, str]) -> list[A
 def _buffer_runs(model: nn.Module) -> list[Run]:
     return [
         Run(model_tensor_name(names[0]), tuple(buffer.shape), 0, buffer.detach().reshape(-1))
-        for buffer, names in _persistent_buffers(model)
+        for buffer, names in persistent_buffers(model)
     ]
-
-
-def _persistent_buffers(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    others = {id(param) for param in model.parameters()}
-    extra_names = set(module_extra_states(model))
-    found: dict[int, tuple[Tensor, list[str]]] = {}
-    for name, value in names_in(model).items():
-        if isinstance(value, Tensor) and id(value) not in others and name not in extra_names:
-            found.setdefault(id(value), (value, []))[1].append(name)
-    return list(found.values())
 
 
 def _encode_extra(model: nn.Module, extra: Any) -> tuple[Any, dict[str, Tensor]]:
     """Encode the user's extra state, and with it what modules return from `get_extra_state`."""
+    encoded, tensors = encode_extra(extra)  # first, for a message that begins where the user's own begins
     of_modules = module_extra_states(model)
     if not of_modules:
-        return encode_extra(extra)
+        return encoded, tensors
     encoded, tensors = encode_extra({"user": extra, "modules": of_modules})
     return {_MODULES: encoded}, tensors  # a key that `encode_extra` itself never makes
 
@@ -222,71 +188,7 @@ def _encode_extra(model: nn.Module, extra: Any) -> tuple[Any, dict[str, Tensor]]
 def _commit(
     parts: Parts, folder: Path, checkpoint_id: str, tables: list[Any], extra: Any
 ) -> Callable[[], None]:
-    return lambda: _manifest(parts, checkpoint_id, tables, extra).write(folder)
-
-
-def _manifest(parts: Parts, checkpoint_id: str, tables: list[Any], extra: Any) -> Manifest:
-    pieces: dict[str, list[Piece]] = {}
-    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
-    for file_name, _, table, _ in tables:
-        for name, shape, dtype, start, numel, checksum in table:
-            kinds[name] = (tuple(shape), dtype)
-            piece = Piece(file=file_name, key=name, file_start=0, start=start, numel=numel, checksum=checksum)
-            pieces.setdefault(name, []).append(piece)
-    for spec in (spec for bucket in parts.buckets for spec in bucket.layout.params if spec.numel == 0):
-        kinds[model_tensor_name(spec.fqn)] = (spec.shape, "float32")
-    return Manifest(
-        checkpoint_id=checkpoint_id,
-        world_size=parts.collectives.world_size,
-        stage=parts.stage,
-        files={file_name: FileRecord(num_bytes=num_bytes) for file_name, num_bytes, _, _ in tables},
-        params=_param_records(parts),
-        buffers={
-            names[0]: BufferRecord(
-                shape=tuple(buffer.shape), dtype=dtype_name(buffer.dtype), aliases=tuple(names[1:])
-            )
-            for buffer, names in _persistent_buffers(parts.model)
-        },
-        tensors={
-            name: TensorEntry(name=name, shape=shape, dtype=dtype, pieces=tuple(pieces.get(name, ())))
-            for name, (shape, dtype) in kinds.items()
-        },
-        optimizers=tuple(
-            _optimizer_record(optimizer, [plain_states[number] for *_, plain_states in tables])
-            for number, optimizer in enumerate(parts.optimizers)
-        ),
-        extra=extra,
-        hf=hf_record(parts.model),
-    )
-
-
-def _param_records(parts: Parts) -> dict[str, ParamRecord]:
-    names: dict[int, list[str]] = {}
-    for name, param in parts.model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    return {
-        spec.fqn: ParamRecord(
-            shape=spec.shape,
-            dtype=dtype_name(bucket.flat.dtype),
-            trainable=bucket.trainable,
-            aliases=tuple(name for name in names[id(param)] if name != spec.fqn),
-        )
-        for bucket in parts.buckets
-        for spec, param in zip(bucket.layout.params, bucket.params, strict=True)
-    }
-
-
-def _optimizer_record(
-    optimizer: ShardedOptimizer, plain_of_ranks: list[dict[str, dict[str, Any]]]
-) -> OptimizerRecord:
-    groups = full_state.groups_as_json(optimizer.param_groups)
-    for group, params in zip(groups, (group["params"] for group in optimizer.param_groups), strict=True):
-        group["params"] = [_fqn_of(optimizer, param) for param in params]
-    return OptimizerRecord(
-        class_name=optimizer.user_class,
-        param_groups=tuple(groups),
-        plain_state={fqn: state for plain in plain_of_ranks for fqn, state in plain.items()},
-    )
+    return lambda: manifest_of(parts, checkpoint_id, tables, extra).write(folder)
 
 
 def _make_folder(folder: Path) -> None:
@@ -336,7 +238,7 @@ def _check_fits(parts: Parts, manifest: Manifest, path: str) -> CheckpointError 
             f"It holds {len(manifest.optimizers)} optimizers, the engine has {len(parts.optimizers)}."
         )
     for number, (optimizer, record) in enumerate(zip(parts.optimizers, manifest.optimizers, strict=False)):
-        own = [[_fqn_of(optimizer, param) for param in group["params"]] for group in optimizer.param_groups]
+        own = [[fqn_of(optimizer, param) for param in group["params"]] for group in optimizer.param_groups]
         saved = [list(group["params"]) for group in record.param_groups]  # type: ignore[arg-type]
         if own != saved:
             return _misfit(
@@ -355,6 +257,15 @@ def _misfit(what: str) -> CheckpointError:
     )
 
 
+def _verify_share(reader: CheckpointReader, rank: int, world_size: int) -> None:
+    """Compare the checksums of this rank's share of the checkpoint: pieces that lie next to one another."""
+    pieces = [(entry, piece) for entry in reader.manifest.tensors.values() for piece in entry.pieces]
+    pieces.sort(key=lambda pair: (pair[1].file, pair[1].key))
+    share = slice(rank * len(pieces) // world_size, (rank + 1) * len(pieces) // world_size)
+    for entry, piece in pieces[share]:
+        reader.verify_piece(entry, piece)
+
+
 def _read_weights(parts: Parts, reader: CheckpointReader) -> None:
     for bucket in parts.buckets:
         master = parts.masters.existing(bucket)
@@ -364,7 +275,7 @@ def _read_weights(parts: Parts, reader: CheckpointReader) -> None:
             bucket.param_shard[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
             if master is not None:
                 master.weights[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
-    for buffer, names in _persistent_buffers(parts.model):
+    for buffer, names in persistent_buffers(parts.model):
         if names[0] in reader.manifest.buffers:
             buffer.data.copy_(reader.read_tensor(model_tensor_name(names[0])))
 
@@ -382,7 +293,7 @@ def _read_optimizers(parts: Parts, reader: CheckpointReader) -> None:
         optimizer.state.clear()
         for group in optimizer.param_groups:
             for param in group["params"]:
-                fqn = _fqn_of(optimizer, param)
+                fqn = fqn_of(optimizer, param)
                 for key in keys.get((number, fqn), ()):
                     _read_state(optimizer, param, group, reader, optim_tensor_name(number, fqn, key))
                 for _, weight in optimizer.slices_of(param):
@@ -400,7 +311,7 @@ def _read_state(
     key = name.rpartition("/")[2]
     is_shared = reader.entry(name).shape == ()
     # State follows the dtype of what is optimized where that has changed since it was saved.
-    saved_dtype = reader.entry(model_tensor_name(_fqn_of(optimizer, param))).torch_dtype
+    saved_dtype = reader.entry(model_tensor_name(fqn_of(optimizer, param))).torch_dtype
     for piece, weight in optimizer.slices_of(param):
         if is_shared:
             value = full_state.shared_value(reader.read_tensor(name), group, weight)
@@ -455,7 +366,3 @@ def _agreed(collectives: Collectives, work: Callable[[], Any]) -> Any:
 
 def _nothing() -> None:
     return None
-
-
-def _fqn_of(optimizer: ShardedOptimizer, param: nn.Parameter) -> str:
-    return optimizer.place_of(param).fqn

@@ -108,7 +108,7 @@ class Collectives:
         # NCCL would round a 16-bit sum at every hop; exchanging first sends the same bytes and rounds once.
         received = self._receive.take(full)
         works = ordered.start_exchange(full, received, group)
-        return Handle(works, lambda: self._finish_mean(received, output), what)
+        return Handle(works, lambda: self._finish_mean(full, received, output), what)
 
     def end_reductions(self) -> None:
         """Let go of the memory kept from one reduction to the next; to be called after the last of a backward."""
@@ -118,8 +118,8 @@ class Collectives:
         """Return the bytes of the buffer that reductions receive into."""
         return MemoryUse(grads=self._receive.nbytes)
 
-    def _finish_mean(self, received: Tensor, output: Tensor) -> None:
-        ordered.mean_in_rank_order(received, output, self.world_size)
+    def _finish_mean(self, full: Tensor, received: Tensor, output: Tensor) -> None:
+        ordered.mean_in_rank_order(full, received, output, self.rank)
         self._receive.give_back(received)
 
     # -- control messages --

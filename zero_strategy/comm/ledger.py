@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "control")
 
@@ -40,17 +41,36 @@ class MemoryUse:
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
+class StepRecord(NamedTuple):
+    """What a step cost, from the beginning of the step before to its own beginning.
+
+    Attributes:
+        num_backwards: Its micro-batches.
+        sent: Bytes by kind of collective.
+        memory: Bytes held by kind when the gradients were complete.
+    """
+
+    num_backwards: int
+    sent: dict[str, int]
+    memory: dict[str, int]
+
+
 class Ledger:
     """Bytes held and bytes sent by one engine on this rank.
 
     Attributes:
         comm: `{kind: {"calls": int, "bytes_sent": int}}` since the last `reset()`. `control` holds everything
-            the formulas of the papers leave out: flags, names, buffers and the first broadcast of the
-                weights.
+            the formulas of the papers leave out: flags, names, buffers and the first broadcast of the weights.
+        num_steps: Optimizer steps since the last `reset()`.
+        last_step: What the latest of them cost, or None.
     """
 
     def __init__(self) -> None:
         self.comm: dict[str, dict[str, int]] = {}
+        self.num_steps = 0
+        self.last_step: StepRecord | None = None
+        self._num_backwards = 0
+        self._sent_before: dict[str, int] = {}
         self._owners: list[Callable[[], MemoryUse]] = []
         self._formulas: Callable[[], str] | None = None
         self.reset()
@@ -68,9 +88,26 @@ class Ledger:
         entry["calls"] += 1
         entry["bytes_sent"] += bytes_sent
 
+    def note_backward(self) -> None:
+        """Count a backward."""
+        self._num_backwards += 1
+
+    def note_step(self) -> None:
+        """Count an optimizer step that is about to begin, and keep what it cost."""
+        sent = {kind: count["bytes_sent"] for kind, count in self.comm.items()}
+        self.num_steps += 1
+        # What is held is the same from step to step, and adding it up takes longer than the rest: now and then do.
+        is_power_of_two = self.num_steps & (self.num_steps - 1) == 0
+        memory = self.memory if is_power_of_two or self.last_step is None else self.last_step.memory
+        since = {kind: total - self._sent_before[kind] for kind, total in sent.items()}
+        self.last_step = StepRecord(self._num_backwards, since, memory)
+        self._num_backwards, self._sent_before = 0, sent
+
     def reset(self) -> None:
-        """Set all counts of `comm` to zero."""
+        """Set all counts to zero."""
         self.comm = {kind: {"calls": 0, "bytes_sent": 0} for kind in COMM_KINDS}
+        self.num_steps, self.last_step = 0, None
+        self._num_backwards, self._sent_before = 0, dict.fromkeys(COMM_KINDS, 0)
 
     # -- queries --
 

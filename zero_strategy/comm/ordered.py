@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SUM_CHUNK_NUMEL = 1 << 16  # elements summed at a time: two operands and an fp32 sum stay in the L2 cache
+SUM_CHUNK_NUMEL = 1 << 17  # elements summed at a time: few enough for a sum in the L2 cache, enough for few calls
 
 
 class ReceiveBuffer:
@@ -77,33 +77,48 @@ def start_all_gather(flat: Tensor, shard_numel: int, group: dist.ProcessGroup | 
 
 
 def start_exchange(full: Tensor, received: Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
-    """Start sending each rank its range of `full`, and receiving everybody's version of this rank's range.
+    """Start sending each rank its range of `full`, and receiving the others' versions of this rank's range.
 
     Shapes:
-        full [N * shard_numel] -> received [N * shard_numel], the version of rank r at range r.
+        full [N * shard_numel] -> received [N * shard_numel], the version of rank r at range r; this rank's own
+        version stays in `full`, and whether it is copied is not defined.
     """
     if group is None:
-        received.copy_(full)
         return []
-    return [dist.all_to_all_single(received, full, group=group, async_op=True)]
+    if full.device.type != "cpu":  # gloo sends and receives host memory only, but exchanges any
+        return [dist.all_to_all_single(received, full, group=group, async_op=True)]
+    rank, world_size = group.rank(), group.size()
+    parts = zip(full.chunk(world_size), received.chunk(world_size), strict=True)
+    works: list[dist.Work | None] = []
+    for peer, (ours, theirs) in enumerate(parts):
+        if peer != rank:
+            works.append(dist.irecv(theirs, group=group, group_src=peer))
+            works.append(dist.isend(ours, group=group, group_dst=peer))
+    return [work for work in works if work is not None]
 
 
-def mean_in_rank_order(received: Tensor, output: Tensor, world_size: int) -> None:
-    """Write the mean of `world_size` versions: summed in rank order in fp32 (fp64 for fp64), rounded once.
+def mean_in_rank_order(full: Tensor, received: Tensor, output: Tensor, rank: int) -> None:
+    """Write the mean of all versions: summed in rank order in fp32 (fp64 for fp64), rounded once.
 
     Shapes:
-        received [N * shard_numel] -> output [shard_numel], any floating dtype.
+        full [N * shard_numel], of which this rank's range is its own version, and received [N * shard_numel] with the
+        others' -> output [shard_numel], any floating dtype; it may be this rank's range of `full`.
     """
-    versions = received.view(world_size, output.numel())
-    sum_dtype = torch.float64 if received.dtype == torch.float64 else torch.float32
-    scratch = torch.empty(min(SUM_CHUNK_NUMEL, output.numel()), dtype=sum_dtype, device=output.device)
-    for start in range(0, output.numel(), SUM_CHUNK_NUMEL):
-        part = versions[:, start : start + SUM_CHUNK_NUMEL]
-        target = output[start : start + SUM_CHUNK_NUMEL]
-        total = target if output.dtype == sum_dtype else scratch[: target.numel()]
-        total.copy_(part[0])
-        for version in part[1:]:
+    numel = output.numel()
+    if not numel:
+        return
+    versions = list(received.split(numel))
+    versions[rank] = full[rank * numel : (rank + 1) * numel]
+    sum_dtype = torch.float64 if full.dtype == torch.float64 else torch.float32
+    scratch = torch.empty(min(SUM_CHUNK_NUMEL, numel), dtype=sum_dtype, device=output.device)
+    chunks = (version.split(SUM_CHUNK_NUMEL) for version in versions)
+    for target, first, *others in zip(output.split(SUM_CHUNK_NUMEL), *chunks, strict=True):
+        # Summed beside the output, which may be one of the versions.
+        total = scratch[: target.numel()]
+        if others and first.dtype == sum_dtype:
+            torch.add(first, others.pop(0), out=total)
+        else:
+            total.copy_(first)
+        for version in others:
             total.add_(version)
-        total.div_(world_size)
-        if total is not target:
-            target.copy_(total)
+        torch.div(total, len(versions), out=target)

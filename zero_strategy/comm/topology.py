@@ -5,7 +5,8 @@ the two differently on each rank and a group's collectives must be issued in one
 (flags, names, norms) have a third, always on gloo, so that they never wait for a device and never take part
 in the order of the other two.
 
-Without an initialised `torch.distributed` there is one rank and no group; the collectives degenerate.
+Without an initialised `torch.distributed` there is one rank and no group; the collectives degenerate. Under
+torch's fake process group the control messages are fake as well: one rank of many, with nobody else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from zero_strategy.compat import default_timeout
+from zero_strategy.compat import default_timeout, native_all_gather, native_reduce_scatter_sum
+from zero_strategy.errors import ConfigError
+
+_USUAL = {"cpu": "gloo", "cuda": "nccl"}  # the backend one would choose for a kind of device
 
 
 class Topology:
@@ -29,6 +33,14 @@ class Topology:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Make the groups, all in one order on all ranks. Collective.
+
+        Args:
+            device: Where gathers and reductions take place.
+
+        Raises:
+            ConfigError: The default process group has no backend for that device; on all ranks.
+        """
         self.device = device
         self.rank = 0
         self.world_size = 1
@@ -41,11 +53,27 @@ class Topology:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         backend = str(dist.get_backend_config())
-        self.native = _backend_for(device, backend) != "gloo"
+        self.native = _backend_for(device, backend) != "gloo"  # raises before any group is made
         timeout = default_timeout(device)
         self.gather_group = dist.new_group(timeout=timeout)
         self.reduce_group = dist.new_group(timeout=timeout)
         self.control_group = dist.new_group(timeout=timeout, backend="fake" if "fake" in backend else "gloo")
+        if self.native:
+            self._connect()
+
+    def _connect(self) -> None:
+        """Have the backend set both groups up now.
+
+        It does so at a group's first collective, and NCCL blocks its caller and may wait for the device
+        meanwhile. For reductions that would be within the first backward, while a gather is under way that
+        waits for a rank which waits in the set-up: a deadlock.
+        """
+        assert self.gather_group is not None and self.reduce_group is not None, "no default process group"
+        everybodys = torch.zeros(self.world_size, dtype=torch.float32, device=self.device)
+        own = everybodys[self.rank : self.rank + 1]
+        native_all_gather(everybodys, own, self.gather_group).wait()
+        native_reduce_scatter_sum(own, everybodys, self.reduce_group).wait()
+        float(own)  # waits for the device
 
     def close(self) -> None:
         """Give the process groups back. Not collective; safe to call twice."""
@@ -63,4 +91,11 @@ def _backend_for(device: torch.device, config: str) -> str:
         kind, _, backend = part.rpartition(":")
         if kind in ("", device.type):
             return backend
-    return config
+    raise ConfigError(
+        what=f"The model is on {device}, but the process group ({config}) has no backend for "
+        f"{device.type} tensors.",
+        why="Parameters are gathered, and gradients reduced, on the device where the shards live.",
+        fix=f"Move the model to the device of this rank, or name it: ZeroEngine(model, config, "
+        f"device=...). To train on {device.type}: "
+        f"torch.distributed.init_process_group('{device.type}:{_USUAL.get(device.type, '...')},{config}').",
+    )

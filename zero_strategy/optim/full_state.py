@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zero_strategy.bucket import Bucket
 from zero_strategy.buffers import empty_flat
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.errors import CheckpointError
 from zero_strategy.layout import ShardSlice
-from zero_strategy.optim.places import SlicedOptimizer
+from zero_strategy.optim.places import Place, SlicedOptimizer
 
 
 def cut(value: Any, param_numel: int, piece: ShardSlice, like: Tensor | None = None) -> Any:
@@ -181,7 +182,30 @@ def describe_kind(value: Any, numel: int, subject: str) -> list[Any]:
     return ["scalar", dtype, value.item()]
 
 
+def describe_optimizer(optimizer: Optimizer, places: Mapping[nn.Parameter, Place]) -> list[str]:
+    """Return a line for everything about an optimizer that ranks must agree on.
+
+    Args:
+        optimizer: Any optimizer over parameters that are all in `places`.
+        places: Where the parameters lie, for their names.
+    """
+    lines = [f"class {type(optimizer).__name__}"]
+    for number, group in enumerate(optimizer.param_groups):
+        lines += [
+            f"param group {number}: {key}={json.dumps(value, default=_text_of)}"
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        ]
+        lines += [f"param group {number}: parameter {places[param].fqn}" for param in group["params"]]
+    return lines
+
+
 # -- helpers --
+
+
+def _text_of(value: Any) -> str:
+    """Return what a setting says, and of an object its class only: an address would differ between ranks."""
+    return str(value.tolist()) if isinstance(value, Tensor) else type(value).__name__
 
 
 def _scalar(kind: list[Any]) -> Any:

@@ -1,0 +1,142 @@
+"""The parts of an engine that a checkpoint is made of, and what the manifest says of them.
+
+Called by `save_load` only. It describes; it reads and writes no file and talks to no other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from zero_strategy.bucket import Bucket
+from zero_strategy.checkpoint.format import (
+    BufferRecord,
+    FileRecord,
+    Manifest,
+    OptimizerRecord,
+    ParamRecord,
+    Piece,
+    TensorEntry,
+    dtype_name,
+    model_tensor_name,
+)
+from zero_strategy.checkpoint.full_weights import module_extra_states, names_in
+from zero_strategy.checkpoint.hf import hf_record
+from zero_strategy.comm.collectives import Collectives
+from zero_strategy.layout import ShardSlice
+from zero_strategy.optim import full_state
+from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+from zero_strategy.precision import Masters
+
+
+class Parts(NamedTuple):
+    """The parts of an engine that a checkpoint is made of."""
+
+    model: nn.Module
+    buckets: Sequence[Bucket]
+    masters: Masters
+    optimizers: Sequence[ShardedOptimizer]
+    collectives: Collectives
+    stage: int
+
+
+def manifest_of(parts: Parts, checkpoint_id: str, tables: list[Any], extra: Any) -> Manifest:
+    """Build the manifest of a save.
+
+    Args:
+        parts: The engine.
+        checkpoint_id: The save's.
+        tables: Of every rank: its file's name and bytes, what it holds, and state that is no tensor.
+        extra: The user's, as JSON.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    for file_name, _, table, _ in tables:
+        for name, shape, dtype, start, numel, checksum in table:
+            kinds[name] = (tuple(shape), dtype)
+            piece = Piece(file=file_name, key=name, file_start=0, start=start, numel=numel, checksum=checksum)
+            pieces.setdefault(name, []).append(piece)
+    for spec in (spec for bucket in parts.buckets for spec in bucket.layout.params if spec.numel == 0):
+        kinds[model_tensor_name(spec.fqn)] = (spec.shape, "float32")
+    return Manifest(
+        checkpoint_id=checkpoint_id,
+        world_size=parts.collectives.world_size,
+        stage=parts.stage,
+        files={file_name: FileRecord(num_bytes=num_bytes) for file_name, num_bytes, _, _ in tables},
+        params=_param_records(parts),
+        buffers={
+            names[0]: BufferRecord(
+                shape=tuple(buffer.shape), dtype=dtype_name(buffer.dtype), aliases=tuple(names[1:])
+            )
+            for buffer, names in persistent_buffers(parts.model)
+        },
+        tensors={
+            name: TensorEntry(name=name, shape=shape, dtype=dtype, pieces=tuple(pieces.get(name, ())))
+            for name, (shape, dtype) in kinds.items()
+        },
+        optimizers=tuple(
+            _optimizer_record(optimizer, [plain_states[number] for *_, plain_states in tables])
+            for number, optimizer in enumerate(parts.optimizers)
+        ),
+        extra=extra,
+        hf=hf_record(parts.model),
+    )
+
+
+def own_pieces(bucket: Bucket, rank: int) -> list[tuple[ShardSlice, int]]:
+    """Return this rank's range of a bucket as slices, each with its first element in `param_shard`.
+
+    Where the state is whole (stage 0) every rank has everything, and each still stores its range only.
+    """
+    offset = 0 if bucket.policy.shard_optim else rank * bucket.layout.shard_numel
+    return [(piece, offset + piece.shard_start) for piece in bucket.layout.slices(rank)]
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """Return every buffer of `model.state_dict()` once, with all its names."""
+    others = {id(param) for param in model.parameters()}
+    extra_names = set(module_extra_states(model))
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, value in names_in(model).items():
+        if isinstance(value, Tensor) and id(value) not in others and name not in extra_names:
+            found.setdefault(id(value), (value, []))[1].append(name)
+    return list(found.values())
+
+
+def fqn_of(optimizer: ShardedOptimizer, param: nn.Parameter) -> str:
+    """Return the name of one of an optimizer's parameters."""
+    return optimizer.place_of(param).fqn
+
+
+# -- helpers --
+
+
+def _param_records(parts: Parts) -> dict[str, ParamRecord]:
+    names: dict[int, list[str]] = {}
+    for name, param in parts.model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {
+        spec.fqn: ParamRecord(
+            shape=spec.shape,
+            dtype=dtype_name(bucket.flat.dtype),
+            trainable=bucket.trainable,
+            aliases=tuple(name for name in names[id(param)] if name != spec.fqn),
+        )
+        for bucket in parts.buckets
+        for spec, param in zip(bucket.layout.params, bucket.params, strict=True)
+    }
+
+
+def _optimizer_record(
+    optimizer: ShardedOptimizer, plain_of_ranks: list[dict[str, dict[str, Any]]]
+) -> OptimizerRecord:
+    groups = full_state.groups_as_json(optimizer.param_groups)
+    for group, params in zip(groups, (group["params"] for group in optimizer.param_groups), strict=True):
+        group["params"] = [fqn_of(optimizer, param) for param in params]
+    return OptimizerRecord(
+        class_name=optimizer.user_class,
+        param_groups=tuple(groups),
+        plain_state={fqn: state for plain in plain_of_ranks for fqn, state in plain.items()},
+    )
