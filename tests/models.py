@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
+
+from tests.harness import rank
 
 VOCAB, WIDTH = 11, 15
 
@@ -168,3 +171,37 @@ class TinyGpt(nn.Module):
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=True)
         return self.head(x)
+
+
+# -- optimizers and losses -----------------------------------------------------------------------------------
+
+
+def adamw(model: nn.Module, lr: float = 1e-2) -> Optimizer:
+    """AdamW over two param groups."""
+    return torch.optim.AdamW(param_groups(model, lr), lr=lr)
+
+
+def sgd(model: nn.Module, lr: float = 0.1, **settings: Any) -> Optimizer:
+    """SGD over all that trains: without momentum, the change of a weight is -lr times its gradient."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, **settings)
+
+
+def inputs(step: int = 0, size: int = 4, width: int = WIDTH) -> Tensor:
+    """This rank's inputs of a step, `[size, width]`."""
+    return torch.randn(size, width, generator=torch.Generator().manual_seed(100 * step + rank()))
+
+
+def awkward_loss(model: nn.Module, step: int) -> Tensor:
+    """Cross-entropy on this rank's tokens of a step."""
+    tokens, targets = batches(step + 1, rank())[step]
+    return loss_of(model(tokens), targets)
+
+
+def square_loss(model: nn.Module, step: int) -> Tensor:
+    """Mean square of the output for this rank's inputs of a step."""
+    return model(inputs(step)).pow(2).mean()
+
+
+def route_loss(model: nn.Module, step: int, route: str = "abc") -> Tensor:
+    """Mean square of the output by a route."""
+    return model(inputs(step), route).pow(2).mean()

@@ -1,9 +1,10 @@
 """One training loop, driven four ways, and the comparison of what it leaves: the oracle of the parity tests.
 
-`Plain` is ordinary torch in one process, `Ddp` is torch's DistributedDataParallel, `Naive` averages whole gradients after
-the backward (so that it can follow any control flow), `Zero` is the engine. All run the same `train` with the same seeded
-data, and record losses, norms, gradients before `zero_grad` and weights after every step. `train_whole_batch` is `Plain`
-on the batches of all ranks concatenated: what data parallelism must reproduce. `compare` runs a loss of the test's own.
+`Plain` is ordinary torch in one process, `Ddp` is torch's DistributedDataParallel, `Naive` averages whole
+gradients after the backward (so that it can follow any control flow), `Zero` is the engine. All run the
+same `train` with the same seeded data, and record losses, norms, gradients before `zero_grad` and weights
+after every step. `train_whole_batch` is `Plain` on the batches of all ranks concatenated: what data
+parallelism must reproduce. `compare` runs a loss of the test's own.
 """
 
 from __future__ import annotations
@@ -25,12 +26,7 @@ from torch.optim import Optimizer
 
 import zero_strategy as zs
 from tests.harness import rank, subtest, world_size
-from tests.models import Awkward, batches, loss_of, param_groups
-
-
-def adamw(model: nn.Module, lr: float = 1e-2) -> Optimizer:
-    """AdamW over two param groups."""
-    return torch.optim.AdamW(param_groups(model, lr), lr=lr)
+from tests.models import Awkward, adamw, batches, loss_of
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,7 @@ class Ddp(Plain):
 
 
 class Naive(Plain):
-    """Data parallelism as one would write it first: gradients are averaged, in rank order, when they are all there."""
+    """Data parallelism as one would write it first: gradients are averaged in rank order at the end."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -137,7 +133,7 @@ class Naive(Plain):
         self._is_averaged = False
 
     def average(self) -> None:
-        """Replace gradients by their mean over ranks; a parameter that some rank has used has zeros on the others."""
+        """Replace gradients by their mean over ranks; one that only some ranks have counts as zeros elsewhere."""
         for param in [] if self._is_averaged else list(self.model.parameters()):
             used = torch.tensor([int(param.grad is not None)])
             dist.all_reduce(used)
@@ -255,7 +251,7 @@ def compare(
     num_steps: int = 3,
     **settings: Any,
 ) -> None:
-    """Require the engine to train `loss_at(model, step)` as naive data parallelism does, to a tolerance per tensor."""
+    """Require the engine to train `loss_at(model, step)` as naive data parallelism does."""
     reference = train_with(Naive(recipe), loss_at, num_steps)
     zero = Zero(recipe, **settings)
     trace = train_with(zero, loss_at, num_steps)

@@ -160,6 +160,7 @@ class ZeroEngine:
         )
         settings = StepSettings(
             before_step=self._before_step,
+            after_step=self.ledger.end_step,
             gradient_clipping=self.config.gradient_clipping,
             sub_group_numel=self.config.zero_optimization.sub_group_size,
         )
@@ -197,7 +198,7 @@ class ZeroEngine:
     def _before_step(self) -> None:
         self._backward.check()
         self._lifecycle.release_idle()
-        self.ledger.note_step()
+        self.ledger.begin_step()
 
     # -- whole values --
 
@@ -352,13 +353,7 @@ class ZeroEngine:
     # -- helpers --
 
     def _report(self) -> str:
-        return write_report(
-            self.ledger,
-            self.buckets,
-            self.optimizers,
-            self._collectives.world_size,
-            whole_accumulation=self.config.accumulate_whole_gradients,
-        )
+        return write_report(self.ledger, self.buckets, self.optimizers, self._collectives.world_size)
 
     def _on_load_state_dict(self, module: nn.Module, incompatible: Any) -> None:
         self._masters.refresh()

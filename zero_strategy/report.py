@@ -1,8 +1,8 @@
 """The ledger's report: what was counted on this rank, and beside it what ZeRO's formulas say.
 
-Called by the engine's ledger. Rows compare the last optimizer step, when gradients and optimizer state are all there,
-with the closed forms of `estimate`; what a formula leaves out (padding, parameters kept whole) is named in the last
-column. It reads buckets and counts, and changes nothing.
+Called by the engine's ledger. Rows compare the last optimizer step, when gradients and optimizer state are
+all there, with the closed forms of `estimate`; what a formula leaves out (padding, parameters kept whole) is
+named in the last column. It reads buckets and counts, and changes nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ def write_report(
     buckets: Sequence[Bucket],
     optimizers: Sequence[ShardedOptimizer],
     world_size: int,
-    *,
-    whole_accumulation: bool,
 ) -> str:
     """Return the table as plain text.
 
@@ -40,21 +38,21 @@ def write_report(
         buckets: All buckets of the engine.
         optimizers: All optimizers of the engine.
         world_size: N.
-        whole_accumulation: Whether gradients stay whole between the micro-batches of a step.
     """
-    facts = _Facts(buckets, optimizers, world_size, whole_accumulation)
-    lines = [facts.describe()]
+    facts = _Facts(buckets, optimizers, world_size)
+    lines = [facts.describe(), ""]
     step = ledger.last_step
     if step is None:
         rows = [TableRow(kind, nbytes, "") for kind, nbytes in ledger.memory.items()]
         return "\n".join([*lines, "No optimizer step yet. Held now, on this rank:", format_table(rows)])
-    lines += [f"Held at the last of {ledger.num_steps} steps, on this rank:", format_table(_held(step, facts))]
+    lines += [f"Held at the last of {ledger.num_steps} steps, on this rank:"]
+    lines += [format_table(_held(step, facts))]
     if world_size > 1:
         micro = f" ({step.num_backwards} micro-batches)" if step.num_backwards > 1 else ""
-        lines += [f"Sent for it{micro}, by this rank:", format_table(_sent(step, facts))]
+        lines += ["", f"Sent for it{micro}, by this rank:", format_table(_sent(step, facts))]
     sent = {kind: count["bytes_sent"] for kind, count in ledger.comm.items()}
     total = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in sent.items() if nbytes)
-    lines.append(f"Sent since the last reset of the ledger: {total or 'nothing'}.")
+    lines.append(f"\nSent since the last reset of the ledger: {total or 'nothing'}.")
     return "\n".join(lines)
 
 
@@ -66,7 +64,6 @@ class _Facts:
         buckets: Sequence[Bucket],
         optimizers: Sequence[ShardedOptimizer],
         world_size: int,
-        whole_accumulation: bool,
     ) -> None:
         trainable = [bucket for bucket in buckets if bucket.trainable]
         self.buckets = buckets
@@ -78,7 +75,6 @@ class _Facts:
         self.grad_bytes = _common(bucket.grad_dtype.itemsize for bucket in trainable)
         self.state_bytes = _common(_state_bytes(optimizer) for optimizer in optimizers)
         self.num_kept_whole = sum(b.layout.numel for b in buckets if _stage_of(b) < self.stage)
-        self.reduces_each_backward = self.stage >= 2 and not whole_accumulation
 
     def describe(self) -> str:
         """Say what the symbols stand for."""
@@ -122,7 +118,10 @@ def _held(step: StepRecord, facts: _Facts) -> list[TableRow]:
         is_factor = kind in ("params", "grads")
         state = facts.state(num_params, item_bytes if is_factor else facts.param_bytes or 4)
         text = f"{item_bytes} {symbol}{'/N' if facts.stage >= sharded_from else ''}" if item_bytes else "0"
-        rows.append(TableRow(what, step.memory[kind], text, getattr(state, kind), note=_note(facts)))
+        value: int = getattr(state, kind)
+        is_freed = kind == "grads" and step.memory[kind] < value
+        note = "cut down to this rank's part already" if is_freed else _note(facts)
+        rows.append(TableRow(what, step.memory[kind], text, value, note=note))
     rows.append(TableRow("  padding in these", step.memory["padding"], "declared"))
     if facts.stage == 3:
         rows.append(TableRow("whole, for the moment", step.memory["unsharded"], _live_text(facts)))
@@ -130,10 +129,9 @@ def _held(step: StepRecord, facts: _Facts) -> list[TableRow]:
 
 
 def _sent(step: StepRecord, facts: _Facts) -> list[TableRow]:
-    num_reductions = step.num_backwards if facts.reduces_each_backward else 1
     per_psi = {
-        "all_gather": {0: num_reductions, 3: 2 * step.num_backwards}.get(facts.stage, 1),
-        "reduce_scatter": num_reductions,
+        "all_gather": {0: step.num_reducing, 3: 2 * step.num_backwards}.get(facts.stage, 1),
+        "reduce_scatter": step.num_reducing,
     }
     rows = []
     for kind, factor in per_psi.items():
@@ -142,12 +140,15 @@ def _sent(step: StepRecord, facts: _Facts) -> list[TableRow]:
         is_frozen_too = kind == "all_gather" and facts.stage == 3
         symbol = "Psi" if is_frozen_too else facts.trainable_symbol
         if item_bytes is None:
-            rows.append(TableRow(name, step.sent[kind], f"{factor} {symbol} (N-1)/N elements, several dtypes"))
+            rows.append(
+                TableRow(name, step.sent[kind], f"{factor} {symbol} (N-1)/N elements, several dtypes")
+            )
             continue
         num_params = facts.num_params if is_frozen_too else facts.num_trainable
         numel = factor * traffic_numel(num_params, facts.world_size, 0) / 2
-        text = f"{factor} {symbol} (N-1)/N elements of {item_bytes} B"
-        rows.append(TableRow(name, step.sent[kind], text, round(numel * item_bytes), note=_sent_note(kind, facts)))
+        text = f"{factor} {symbol} (N-1)/N x {item_bytes} B"
+        value = round(numel * item_bytes)
+        rows.append(TableRow(name, step.sent[kind], text, value, note=_sent_note(kind, facts)))
     rows.append(TableRow("norms", step.sent["all_reduce"], ""))
     rows.append(TableRow("control messages", step.sent["control"], ""))
     return rows
@@ -159,7 +160,7 @@ def _note(facts: _Facts) -> str:
 
 def _sent_note(kind: str, facts: _Facts) -> str:
     if kind == "all_gather" and facts.stage == 3:
-        return "padding; the root is gathered once, what is kept whole after the step"
+        return "padding, and the root's one gather"
     return "padding"
 
 

@@ -1,13 +1,15 @@
 """Times the collectives on flat buffers against torch's own over gloo, and counts what each puts on the wire.
 
-Ours and torch's run in turn, in pairs, on the same buffers, so that a busy machine slows both; what is reported is the
-median of the ratios of the pairs. Both produce the mean of a rank's own range of a buffer, or the whole buffer from its
-ranges. Repeated as here, ours receives into memory it has used before, as it does from bucket to bucket of a backward.
+Ours and torch's run in turn, in pairs, on the same buffers, so that a busy machine slows both; what is
+reported is the median of the ratios of the pairs. Both produce the mean of a rank's own range of a buffer, or
+the whole buffer from its ranges. Repeated as here, ours receives into memory it has used before, as it does
+from bucket to bucket of a backward.
 
     python recipes/benchmarks/collectives.py --ranks 2 --mib 64 --pairs 15
 
-Bytes sent are the kernel's loopback counter over all ranks, so they mean something only where nothing else uses `lo`:
-`unshare --net --map-root-user sh -c "ip link set lo up && python recipes/benchmarks/collectives.py"`.
+Bytes sent are the kernel's loopback counter over all ranks, so they mean something only where nothing else
+uses `lo`: `unshare --net --map-root-user sh -c "ip link set lo up && python
+recipes/benchmarks/collectives.py"`.
 """
 
 from __future__ import annotations
@@ -53,16 +55,17 @@ class Score(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--mib", type=int, default=64, help="size of the whole buffer in MiB (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=15, help="measured pairs, at least 9 (default: %(default)s)")
-    parser.add_argument(
-        "--dtypes", nargs="+", default=["float32", "bfloat16"], help="dtypes of the buffer (default: %(default)s)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--mib", type=int, default=64, help="size of the whole buffer (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=15, help="measured pairs (default: %(default)s)")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(default: both)")
     options = parser.parse_args()
     print(f"$ python {' '.join(sys.argv)}")
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}")
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    print(f"{versions}, {os.cpu_count()} cores, {platform.machine()}")
     print(f"{options.ranks} ranks over gloo, one thread each, {options.mib} MiB, {options.pairs} pairs\n")
 
     # Forked from a server that has torch loaded: spawning would load it once per rank.
@@ -87,7 +90,11 @@ def run_rank(rank: int, rendezvous: str, options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
     collectives = Collectives(Topology(torch.device("cpu")), Ledger())
     if rank == 0:
-        print(f"{'':34}{'ours, ms':>10}{'torch, ms':>11}{'ratio':>8}{'middle half':>16}{'sent: ours':>12}{'torch':>8}")
+        print(
+            f"{'':34}{'ours, ms':>10}{'torch, ms':>11}{'ratio':>8}{'middle half':>16}{'sent: ours':>12}",
+            end="",
+        )
+        print(f"{'torch':>8}")
     for dtype_name in options.dtypes:
         dtype = getattr(torch, dtype_name)
         layout = BucketLayout.build(
@@ -150,7 +157,7 @@ def loopback_bytes() -> int:
 
 
 def describe(name: str, pairs: list[tuple[Score, Score]], buffer_bytes: int) -> None:
-    """Print one row: median times, the median and the middle half of the ratios, bytes per rank over buffer bytes."""
+    """Print one row: median times, median and middle half of the ratios, bytes per rank over buffer bytes."""
     ratios = sorted(torchs.seconds / ours.seconds for ours, torchs in pairs)
     low, middle, high = statistics.quantiles(ratios, n=4)
     times = [1e3 * statistics.median(pair[side].seconds for pair in pairs) for side in (0, 1)]

@@ -308,7 +308,7 @@ def test_a_parameter_of_another_model_has_no_gradient_here() -> None:
 
 @distributed(world_size=2, timeout=WATCHDOG_S)
 def test_a_rank_that_stops_early_ends_the_other_by_the_group_timeout_with_an_explanation() -> None:
-    seconds = 3
+    seconds = 2
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), dist.group.WORLD)
     for stage in (1, 3):
         engine, optimizer = engine_with_adamw(stage)
@@ -321,7 +321,7 @@ def test_a_rank_that_stops_early_ends_the_other_by_the_group_timeout_with_an_exp
                 train(engine.model, optimizer, 1)
             assert time.monotonic() - start < seconds + 7
         else:
-            time.sleep(seconds + 2)  # out of batches, busy with something else
+            time.sleep(seconds + 1)  # out of batches, busy with something else
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The collectives give the same bits as plain arithmetic in rank order, and control messages arrive whole.
 
-Oracle: every rank's values are made from its rank on every rank, so each can add them up itself, in rank order, in fp32.
-Tolerance: none. A reduction must not depend on where in the buffer an element lies, so sums are compared bit for bit.
+Oracle: every rank's values are made from its number, so each rank can add them up itself, in rank order, in
+fp32. Tolerance: none. A reduction must not depend on where in the buffer an element lies: sums are compared
+bit for bit.
 """
 
 from __future__ import annotations

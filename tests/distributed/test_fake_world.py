@@ -1,10 +1,10 @@
 """Bytes held and sent at 64 and 1024 ranks, of which one is real.
 
-torch's fake process group runs rank r of N with the memory and the calls of a real one and with wrong values, so that
-nothing here looks at a number that was trained. Oracle: the formulas of `estimate.py`, exact (tolerance 0). `Even` needs no
-padding at any of these sizes, so there the formulas must hold for the number of parameters itself, on every rank. `Odd`
-has shards of which some are partly and some wholly padding; its padding is counted here by marking every element of a flat
-buffer that belongs to a parameter.
+torch's fake process group runs rank r of N with the memory and the calls of a real one and with wrong values,
+so that nothing here looks at a number that was trained. Oracle: the formulas of `estimate.py`, exact
+(tolerance 0). `Even` needs no padding at any of these sizes, so there the formulas must hold for the number
+of parameters itself, on every rank. `Odd` has shards of which some are partly and some wholly padding; its
+padding is counted here by marking every element of a flat buffer that belongs to a parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero_strategy as zs
-from tests.harness import distributed, subtest
+from tests.harness import distributed, expect_error, subtest
 from zero_strategy.estimate import (
     BucketTraffic,
     bucket_traffic_bytes,
@@ -38,7 +38,7 @@ ALIGN_BYTES = 64  # what a shard's end is aligned to; 16 elements or more
 
 
 class Even(nn.Module):
-    """Blocks of 65,536 elements each, a multiple of 32 x 1024: nothing is padded, and nothing is in the root."""
+    """Blocks of 65,536 elements each, a multiple of 32 x 1024: no padding, and nothing in the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Training:
         self.unsharded_bytes.append(self.engine.ledger.memory["unsharded"])
 
 
-# -- no padding: the formulas themselves -----------------------------------------------------------------------
+# -- no padding: the formulas themselves ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
@@ -167,7 +167,7 @@ def test_stage3_never_holds_more_than_two_blocks_whole(size: int) -> None:
             assert min(training.unsharded_bytes) == block_bytes
 
 
-# -- padding, counted element by element -----------------------------------------------------------------------
+# -- padding, counted element by element ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
@@ -182,8 +182,8 @@ def test_what_exceeds_the_formulas_is_the_padding_that_is_declared(size: int) ->
         with fake_world(world):
             held, sent = Training(Odd(), world).step()
             itemsize, master_bytes = world.dtype.itemsize, 4 if world.dtype.itemsize < 4 else 0
-            # Shards are equal, so what a rank holds is the formula for the padded number of elements; the optimizer alone
-            # has no padding, since it works on slices of parameters.
+            # Shards are equal, so what a rank holds is the formula for the padded number of elements; the
+            # optimizer alone has no padding, since it works on slices of parameters.
             formula = model_state_bytes(padded_numel, size, world.stage, param_bytes=itemsize)
             formula = formula._replace(optimizer=formula.optimizer - ADAM_BYTES * padding_of_shard)
             assert {kind: held[kind] for kind in formula._fields} == formula._asdict()
@@ -212,7 +212,7 @@ def check_sent(sent: dict[str, dict[str, int]], flats: list[Flat], world: World)
     assert flow == bucket_traffic_bytes(traffic, world.size)
     assert sent["reduce_scatter"]["calls"] == len(flats)
     assert sent["all_gather"]["calls"] == sum(bucket.num_gathers for bucket in traffic)
-    # A byte a parameter, one a bucket, one for the order, 16 for what was gathered: no more, however many ranks.
+    # A byte a parameter, one a bucket, one for the order, 16 for what was gathered, however many ranks.
     num_params = sum(1 for _ in Odd().parameters())
     assert sent["control"]["bytes_sent"] <= num_params + len(flats) + 17
 
@@ -239,8 +239,20 @@ def _flat(params: list[nn.Parameter], world: World, *, is_root: bool) -> Flat:
     align = max(16, ALIGN_BYTES // world.dtype.itemsize)  # elements
     marks: list[Tensor] = []  # True where an element belongs to a parameter
     for param in params:
-        marks += [torch.ones(param.numel(), dtype=torch.bool), torch.zeros(-param.numel() % align, dtype=torch.bool)]
+        marks.append(torch.ones(param.numel(), dtype=torch.bool))
+        marks.append(torch.zeros(-param.numel() % align, dtype=torch.bool))
     end = sum(mark.numel() for mark in marks)
     marks.append(torch.zeros(-end % (align * world.size), dtype=torch.bool))
     used = torch.cat(marks).view(world.size, -1).sum(dim=1)
     return Flat(sum(mark.numel() for mark in marks), used.tolist(), is_root)
+
+
+# -- a world without a backend for the model's device ----------------------------------------------------------
+
+
+@distributed(world_size=1, process_group=False)
+def test_a_model_on_a_device_that_the_process_group_does_not_serve_is_refused() -> None:
+    dist.init_process_group("cuda:fake", store=FakeStore(), rank=1, world_size=2)
+    with expect_error(zs.ConfigError, ["on cpu", "(cuda:fake)", "device=", "cpu:gloo,cuda:fake"]):
+        zs.ZeroEngine(Odd(), zs.ZeroConfig(stage=3))
+    dist.destroy_process_group()

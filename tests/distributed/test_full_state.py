@@ -254,7 +254,7 @@ def test_model_load_state_dict_refreshes_the_masters_below_stage_3() -> None:
 def test_model_state_dict_and_load_state_dict_at_stage_3_say_what_to_call() -> None:
     engine = sharded(build(), stage=3)
     before = engine.full_state_dict()
-    with expect_error(zs.ShardingError, ["parameter 'unused'", "engine.full_state_dict()", "save_checkpoint"]):
+    with expect_error(zs.ShardingError, ["parameter 'unused'", "full_state_dict()", "save_checkpoint"]):
         engine.model.state_dict()
     with expect_error(RuntimeError, ["embed.weight", "engine.load_full_state_dict(sd)"]):
         engine.model.load_state_dict(build(seed=5).state_dict())

@@ -1,12 +1,13 @@
-"""Stages 0-3 give the numbers of ordinary data-parallel training, whatever the buckets, overlap, prefetch or threshold.
+"""Stages 0-3 give the numbers of data-parallel training, whatever the buckets, overlap or prefetch.
 
-Oracles: torch's DDP at 2 ranks, tolerance 0, since both add the same two numbers in the same order (also under
-`no_sync`, given `accumulate_whole_gradients` at stages 2-3). Where the order of additions differs, 1e-6 of a tensor's
-norm against DDP or against one process with the whole batch: at 3 and 4 ranks (a ring adds in another order), with
-clipping (torch sums a norm per tensor, the engine per slice, in fp64), and with a reduction per micro-batch. These train
-with lr=1e-3: AdamW amplifies rounding where a moment is near zero, so that with 1e-2 DDP itself comes to differ from one
-process by 2e-6 in gradients after ten steps; with 1e-3 both DDP and the engine stay within 5e-7. The stages equal one
-another in every bit at all of these, and in bf16. World size 1 equals plain torch in every bit.
+Oracles: torch's DDP at 2 ranks, tolerance 0, since both add the same two numbers in the same order (also
+under `no_sync`, given `accumulate_whole_gradients` at stages 2-3). Where the order of additions differs,
+1e-6 of a tensor's norm against DDP or against one process with the whole batch: at 3 and 4 ranks (a ring
+adds in another order), with clipping (torch sums a norm per tensor, the engine per slice, in fp64), and
+with a reduction per micro-batch. These train with lr=1e-3: AdamW amplifies rounding where a moment is near
+zero, so that with 1e-2 DDP itself comes to differ from one process by 2e-6 in gradients after ten steps;
+with 1e-3 both DDP and the engine stay within 5e-7. The stages equal one another in every bit at all of
+these, and in bf16. World size 1 equals plain torch in every bit.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from typing import Any
 import pytest
 
 from tests.harness import distributed, subtest
-from tests.models import Awkward
+from tests.models import Awkward, adamw
 from tests.reference import (
     Plain,
     Recipe,
     Trace,
-    adamw,
     assert_close,
     assert_same_bits,
     mean_over_ranks,

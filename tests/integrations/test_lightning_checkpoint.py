@@ -146,6 +146,21 @@ def test_on_load_checkpoint_edits_count(tmp_path: Path) -> None:
         make_trainer(zero(3)).validate(Strict(), loader(1), ckpt_path=path, verbose=False)
 
 
+class TwoOptimizers(TinyModule):
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.first, self.head)]
+
+
+@distributed(world_size=2)
+def test_another_number_of_optimizers_is_refused(tmp_path: Path) -> None:
+    with subtest("two instead of one"):
+        path = fit_and_save(zero(3), tmp_path)
+        with expect_error(zs.CheckpointError, ["1 optimizers", "2", "configure_optimizers"]):
+            fit(zero(3), TwoOptimizers, ckpt_path=path)
+
+
 @distributed(world_size=2)
 def test_engine_is_usable_after_fit() -> None:
     for stage in (1, 3):

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelSummary
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor, nn
 
 import zero_strategy as zs
@@ -259,36 +260,41 @@ def test_runs_follow_one_another_on_the_same_module() -> None:
     with subtest("stages (3, 2)"), expect_error(zs.ConfigError, ["stage 3", "stage=2", "checkpoint"]):
         run([zero(3), zero(2)])
     with subtest("another module in the same Trainer"):
+        expected = TinyModule()
+        make_trainer(ddp(), max_epochs=1).fit(expected, loader(2), loader(1))
         trainer = make_trainer(zero(3), max_epochs=1)
         for _ in range(2):
             trainer.fit_loop.epoch_progress.reset()
             other = TinyModule()
             trainer.fit(other, loader(2), loader(1))
             assert trainer.strategy.engine.model is other
-        assert_same_losses(other, TinyModuleLosses.of(loader(2)))
-
-
-class TinyModuleLosses:
-    @staticmethod
-    def of(data: Any) -> TinyModule:
-        module = TinyModule()
-        make_trainer(ddp(), max_epochs=1).fit(module, data, loader(1))
-        return module
+            assert_same_losses(other, expected)
 
 
 @distributed(world_size=2)
 def test_model_summary_counts_whole_parameters_at_stage_3() -> None:
-    with subtest("fit"):
-        plain = ModelSummary(max_depth=-1)
-        counts = plain._summary(make_trainer("auto"), TinyModule())
-        summary = ModelSummary(max_depth=-1)
-        seen: dict[str, Any] = {}
-        summary.summarize = lambda *args, **kwargs: None  # type: ignore[method-assign]
-        outcome = fit(zero(3), callbacks=[summary], max_epochs=1)
-        seen["after"] = summary._summary(outcome.trainer, outcome.module)
-        assert seen["after"].total_parameters == counts.total_parameters
-        assert seen["after"].trainable_parameters == counts.trainable_parameters
-        assert seen["after"].param_nums == counts.param_nums
+    plain = summarize(TinyModule(), max_depth=-1)
+    for stage in (1, 3):
+        with subtest(f"stage {stage}"):
+            summary = RecordingSummary(max_depth=-1)
+            fit(zero(stage), callbacks=[summary], max_epochs=1)
+            for found in summary.seen:  # on every rank, in on_fit_start: after the model was sharded
+                assert found.total_parameters == plain.total_parameters > 1000
+                assert found.trainable_parameters == plain.trainable_parameters
+                assert found.param_nums == plain.param_nums
+            assert summary.seen
+
+
+class RecordingSummary(ModelSummary):
+    """Keeps what the stock callback is about to print."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.seen: list[Any] = []
+
+    def _summary(self, trainer: Any, pl_module: Any) -> Any:
+        self.seen.append(super()._summary(trainer, pl_module))
+        return self.seen[-1]
 
 
 class Configured(TinyModule):
@@ -307,6 +313,14 @@ class Configured(TinyModule):
             self.register_buffer("scale", built.scale)
 
 
+class ConfiguredAnew(Configured):
+    def configure_model(self) -> None:
+        for name in [name for name, _ in self.named_children()]:
+            delattr(self, name)
+        self._buffers.clear()
+        super().configure_model()
+
+
 @distributed(world_size=2)
 def test_configure_model_is_supported() -> None:
     with subtest("ddp"):
@@ -314,6 +328,12 @@ def test_configure_model_is_supported() -> None:
     for stage in (2, 3):
         with subtest(f"stage {stage}"):
             assert_same_weights(fit(zero(stage), Configured).weights, expected.weights)
+    with subtest("a module that is built anew for each run"):
+        module, trainer = ConfiguredAnew(), make_trainer(zero(3), max_epochs=1)
+        trainer.fit(module, loader(2), loader(1))
+        trained = trainer.validate(module, loader(2), verbose=False)
+        fresh = make_trainer(ddp()).validate(Configured(), loader(2), verbose=False)
+        assert trained == fresh  # as with any strategy, the new layers know nothing of the training
 
 
 @distributed(world_size=2)

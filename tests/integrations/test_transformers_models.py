@@ -1,9 +1,10 @@
-"""Models of transformers train on the engine as they train on DDP, and stay what they were: checkpointing, generating, saving.
+"""Models of transformers train as on DDP, and stay what they were: recomputing, generating, saving.
 
-Oracle: the same model under torch's DDP at 2 ranks, tolerance 0 (two ranks add the same two numbers in the same order; with
-gradient checkpointing on both sides, since that changes the order in which T5's layers add to what they share), and an
-unsharded twin for generated tokens and loaded weights, tolerance 0. The models are the real classes at a tiny size, made
-from a config with odd dims; dropout is off, since a recomputed mask would depend on the order of random draws.
+Oracle: the same model under torch's DDP at 2 ranks, tolerance 0 (two ranks add the same two numbers in the
+same order; with gradient checkpointing on both sides, since that changes the order in which T5's layers add
+to what they share), and an unsharded twin for generated tokens and loaded weights, tolerance 0. The models
+are the real classes at a tiny size, made from a config with odd dims; dropout is off, since a recomputed mask
+would depend on the order of random draws.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ VOCAB = 67
 Batch = dict[str, Tensor]
 
 
-# -- tiny models of four families ------------------------------------------------------------------------------
+# -- tiny models of four families ----------------------------------------------------------------------------
 
 
 def llama(tied: bool) -> nn.Module:
@@ -126,7 +127,7 @@ def batch_of(step: int, of_rank: int) -> Batch:
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()}
 
 
-# -- training --------------------------------------------------------------------------------------------------
+# -- training ------------------------------------------------------------------------------------------------
 
 
 def shard(model: nn.Module, stage: int, **settings: Any) -> tuple[zs.ZeroEngine, torch.optim.Optimizer]:
@@ -166,7 +167,9 @@ def recompute(model: nn.Module, use_reentrant: bool) -> nn.Module:
     return model
 
 
-def assert_same_training(model: nn.Module, stage: int, losses: list[Tensor], weights: dict[str, Tensor]) -> None:
+def assert_same_training(
+    model: nn.Module, stage: int, losses: list[Tensor], weights: dict[str, Tensor]
+) -> None:
     """Train a model on the engine, and require DDP's losses, keys and weights in every bit."""
     engine, optimizer = shard(model, stage)
     assert [float(loss) for loss in train(model, optimizer)] == [float(loss) for loss in losses]
@@ -175,7 +178,8 @@ def assert_same_training(model: nn.Module, stage: int, losses: list[Tensor], wei
     if rank() == 0:  # which has the weights
         assert list(state) == list(weights)
         for name, wanted in weights.items():
-            assert torch.equal(state[name], wanted), f"{name} differs by {(state[name] - wanted).abs().max():.3g}"
+            difference = (state[name] - wanted).abs().max()
+            assert torch.equal(state[name], wanted), f"{name} differs by {difference:.3g}"
 
 
 @distributed(world_size=2, timeout=180)
@@ -206,7 +210,7 @@ def test_units_are_the_layers(family: str) -> None:
     assert found == [name] * number
 
 
-# -- generating ------------------------------------------------------------------------------------------------
+# -- generating ----------------------------------------------------------------------------------------------
 
 
 @distributed(world_size=2, timeout=180)
@@ -223,7 +227,7 @@ def generate_and_compare(family: str) -> None:
     engine, optimizer = shard(model, 3)
     train(model, optimizer)
     state = engine.full_state_dict()
-    # The same prompts everywhere: ranks must call the model equally often, and generating ends at an end token.
+    # The same prompts everywhere: ranks must call the model equally often, and an end token ends generating.
     prompts = {key: value for key, value in batch_of(9, of_rank=0).items() if key != "labels"}
     settings = {"max_new_tokens": 6, "do_sample": False}
     with torch.no_grad():
@@ -237,7 +241,7 @@ def generate_and_compare(family: str) -> None:
     engine.close()
 
 
-# -- saving ----------------------------------------------------------------------------------------------------
+# -- saving --------------------------------------------------------------------------------------------------
 
 
 def test_a_consolidated_checkpoint_loads_by_from_pretrained(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def named(name: str) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     "name",
-    "SGD Adam AdamW Adamax NAdam RAdam RMSprop Rprop Adagrad Adadelta ASGD".split(),
+    ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"],
 )
 def test_elementwise_optimizers_of_torch_are_accepted(name: str) -> None:
     optimizer = getattr(torch.optim, name)([weight()], lr=0.1)
@@ -89,8 +89,24 @@ def test_other_optimizers_of_torch_are_refused_with_their_reason(name: str) -> N
 
 @pytest.mark.parametrize(
     "name",
-    "LAMB Lamb lamb FusedLAMB LARS Shampoo DistributedShampoo SOAP Muon MuonWithAuxAdam GaLoreAdamW AdamW8bit "
-    "PagedAdamW8bit Adam4bit Adafactor LBFGSNew".split(),
+    [
+        "LAMB",
+        "Lamb",
+        "lamb",
+        "FusedLAMB",
+        "LARS",
+        "Shampoo",
+        "DistributedShampoo",
+        "SOAP",
+        "Muon",
+        "MuonWithAuxAdam",
+        "GaLoreAdamW",
+        "AdamW8bit",
+        "PagedAdamW8bit",
+        "Adam4bit",
+        "Adafactor",
+        "LBFGSNew",
+    ],
 )
 def test_well_known_names_are_refused_whatever_the_class_does(name: str) -> None:
     assert check_elementwise(named(name)) is not None

@@ -55,6 +55,7 @@ MAY_READ_STAGE = {
     "config": "owns it",
     "bucketing": "turns it into two booleans per bucket",
     "estimate": "prints one row of formulas per stage",
+    "report": "prints the formulas of the stage",
     "cli": "prints it",
     "checkpoint.inspection": "prints it",
     "lightning": "names the registered strategies and shows the stage in messages",

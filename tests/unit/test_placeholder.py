@@ -202,7 +202,7 @@ def test_a_freed_parameter_costs_one_element_of_memory(freed: Freed) -> None:
 
 
 def test_optimizers_can_be_built_over_freed_parameters(freed: Freed) -> None:
-    for name in "SGD Adam AdamW Adamax NAdam RAdam RMSprop Rprop Adagrad Adadelta ASGD".split():
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "ASGD"):
         optimizer = getattr(torch.optim, name)(freed.module.parameters(), lr=0.1)
         assert optimizer.param_groups[0]["params"][0] is freed.weight
 

@@ -111,7 +111,7 @@ class Collectives:
         return Handle(works, lambda: self._finish_mean(full, received, output), what)
 
     def end_reductions(self) -> None:
-        """Let go of the memory kept from one reduction to the next; to be called after the last of a backward."""
+        """Let go of the memory that reductions have kept; to be called after the last of a backward."""
         self._receive.release()
 
     def memory(self) -> MemoryUse:

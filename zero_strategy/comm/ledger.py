@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import NamedTuple
 
 COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "control")
@@ -42,17 +43,26 @@ class MemoryUse:
 
 
 class StepRecord(NamedTuple):
-    """What a step cost, from the beginning of the step before to its own beginning.
+    """What a step cost, from the end of the step before to its own end.
 
     Attributes:
         num_backwards: Its micro-batches.
+        num_reducing: How many of them reduced gradients.
         sent: Bytes by kind of collective.
         memory: Bytes held by kind when the gradients were complete.
     """
 
     num_backwards: int
+    num_reducing: int
     sent: dict[str, int]
     memory: dict[str, int]
+
+
+class _Totals(NamedTuple):
+    """Where the counts stood when the last step ended."""
+
+    sent: dict[str, int]
+    num_reductions: int
 
 
 class Ledger:
@@ -60,7 +70,8 @@ class Ledger:
 
     Attributes:
         comm: `{kind: {"calls": int, "bytes_sent": int}}` since the last `reset()`. `control` holds everything
-            the formulas of the papers leave out: flags, names, buffers and the first broadcast of the weights.
+            the formulas of the papers leave out: flags, names, buffers and the first broadcast of the
+            weights.
         num_steps: Optimizer steps since the last `reset()`.
         last_step: What the latest of them cost, or None.
     """
@@ -69,8 +80,9 @@ class Ledger:
         self.comm: dict[str, dict[str, int]] = {}
         self.num_steps = 0
         self.last_step: StepRecord | None = None
-        self._num_backwards = 0
-        self._sent_before: dict[str, int] = {}
+        self._backwards: list[int] = []  # reductions so far, at the end of each backward of this step
+        self._held_at_step: dict[str, int] = {}
+        self._before = _Totals({}, 0)
         self._owners: list[Callable[[], MemoryUse]] = []
         self._formulas: Callable[[], str] | None = None
         self.reset()
@@ -89,25 +101,35 @@ class Ledger:
         entry["bytes_sent"] += bytes_sent
 
     def note_backward(self) -> None:
-        """Count a backward."""
-        self._num_backwards += 1
+        """Count a backward that has ended."""
+        self._backwards.append(self.comm["reduce_scatter"]["calls"])
 
-    def note_step(self) -> None:
-        """Count an optimizer step that is about to begin, and keep what it cost."""
-        sent = {kind: count["bytes_sent"] for kind, count in self.comm.items()}
+    def begin_step(self) -> None:
+        """Note what is held when an optimizer step begins."""
         self.num_steps += 1
-        # What is held is the same from step to step, and adding it up takes longer than the rest: now and then do.
-        is_power_of_two = self.num_steps & (self.num_steps - 1) == 0
-        memory = self.memory if is_power_of_two or self.last_step is None else self.last_step.memory
-        since = {kind: total - self._sent_before[kind] for kind, total in sent.items()}
-        self.last_step = StepRecord(self._num_backwards, since, memory)
-        self._num_backwards, self._sent_before = 0, sent
+        # It is the same from step to step, and adding it up takes a while: now and then will do.
+        if self.num_steps & (self.num_steps - 1) == 0:
+            self._held_at_step = self.memory
+
+    def end_step(self) -> None:
+        """Note what was sent since the step before ended."""
+        sent = {kind: count["bytes_sent"] for kind, count in self.comm.items()}
+        calls = [self._before.num_reductions, *self._backwards]
+        self.last_step = StepRecord(
+            num_backwards=len(self._backwards),
+            num_reducing=sum(after > before for before, after in pairwise(calls)),
+            sent={kind: total - self._before.sent[kind] for kind, total in sent.items()},
+            memory=self._held_at_step,
+        )
+        self._before = _Totals(sent, self.comm["reduce_scatter"]["calls"])
+        self._backwards = []
 
     def reset(self) -> None:
         """Set all counts to zero."""
         self.comm = {kind: {"calls": 0, "bytes_sent": 0} for kind in COMM_KINDS}
         self.num_steps, self.last_step = 0, None
-        self._num_backwards, self._sent_before = 0, dict.fromkeys(COMM_KINDS, 0)
+        self._before = _Totals(dict.fromkeys(COMM_KINDS, 0), 0)
+        self._backwards = []
 
     # -- queries --
 

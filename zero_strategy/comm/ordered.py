@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SUM_CHUNK_NUMEL = 1 << 17  # elements summed at a time: few enough for a sum in the L2 cache, enough for few calls
+SUM_CHUNK_NUMEL = 1 << 17  # elements summed at a time on the host: a sum stays in the L2 cache, calls are few
 
 
 class ReceiveBuffer:
@@ -80,8 +80,8 @@ def start_exchange(full: Tensor, received: Tensor, group: dist.ProcessGroup | No
     """Start sending each rank its range of `full`, and receiving the others' versions of this rank's range.
 
     Shapes:
-        full [N * shard_numel] -> received [N * shard_numel], the version of rank r at range r; this rank's own
-        version stays in `full`, and whether it is copied is not defined.
+        full [N * shard_numel] -> received [N * shard_numel], the version of rank r at range r; this rank's
+        own version stays in `full`, and whether it is copied is not defined.
     """
     if group is None:
         return []
@@ -101,8 +101,8 @@ def mean_in_rank_order(full: Tensor, received: Tensor, output: Tensor, rank: int
     """Write the mean of all versions: summed in rank order in fp32 (fp64 for fp64), rounded once.
 
     Shapes:
-        full [N * shard_numel], of which this rank's range is its own version, and received [N * shard_numel] with the
-        others' -> output [shard_numel], any floating dtype; it may be this rank's range of `full`.
+        full [N * shard_numel], of which this rank's range is its own version, and received [N * shard_numel]
+        with the others' -> output [shard_numel], any floating dtype; may be this rank's range of `full`.
     """
     numel = output.numel()
     if not numel:
@@ -110,9 +110,11 @@ def mean_in_rank_order(full: Tensor, received: Tensor, output: Tensor, rank: int
     versions = list(received.split(numel))
     versions[rank] = full[rank * numel : (rank + 1) * numel]
     sum_dtype = torch.float64 if full.dtype == torch.float64 else torch.float32
-    scratch = torch.empty(min(SUM_CHUNK_NUMEL, numel), dtype=sum_dtype, device=output.device)
-    chunks = (version.split(SUM_CHUNK_NUMEL) for version in versions)
-    for target, first, *others in zip(output.split(SUM_CHUNK_NUMEL), *chunks, strict=True):
+    # A device has no use for chunks: each would be a handful of launches.
+    chunk_numel = min(SUM_CHUNK_NUMEL, numel) if output.device.type == "cpu" else numel
+    scratch = torch.empty(chunk_numel, dtype=sum_dtype, device=output.device)
+    chunks = (version.split(chunk_numel) for version in versions)
+    for target, first, *others in zip(output.split(chunk_numel), *chunks, strict=True):
         # Summed beside the output, which may be one of the versions.
         total = scratch[: target.numel()]
         if others and first.dtype == sum_dtype:

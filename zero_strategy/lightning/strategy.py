@@ -23,7 +23,7 @@ import torch
 
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.errors import ConfigError, ShardingError
+from zero_strategy.errors import CheckpointError, ConfigError, ShardingError
 from zero_strategy.lightning.precision import to_zero_plugin
 from zero_strategy.lightning.settings import load_config, resolve_for_trainer, shards_alike
 
@@ -125,7 +125,9 @@ class ZeroStrategyHooks(_Base):  # type: ignore[misc]
         module = self.lightning_module
         assert module is not None
         engine = find_engine(module)
-        if engine is not None:
+        if engine is not None and not _holds_params_of(engine, module):
+            engine.close()  # `configure_model` has built the module anew
+        elif engine is not None:
             if shards_alike(engine.config, config) and not _would_convert(module, precision):
                 return engine
             _give_up(engine, config, precision)
@@ -207,9 +209,8 @@ class ZeroStrategyHooks(_Base):  # type: ignore[misc]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Gather an optimizer's state in torch's own format. Collective; no tensors but on rank 0."""
-        state: dict[str, Any] = getattr(
-            optimizer, "_optimizer", optimizer
-        ).state_dict()  # unwraps LightningOptimizer
+        unwrapped = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
+        state: dict[str, Any] = unwrapped.state_dict()
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -232,7 +233,15 @@ class ZeroStrategyHooks(_Base):  # type: ignore[misc]
             weights, masters = checkpoint["state_dict"], checkpoint[MASTERS_KEY]
             merged = more_precise(weights, masters) if self.is_global_zero else {}
             self.engine.load_full_state_dict(merged, strict=False)
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                what=f"The checkpoint has {len(states)} optimizers, the module {len(self.optimizers)}.",
+                why="Their states are matched by position.",
+                fix="Let configure_optimizers return what it did when the file was written, or load weights "
+                "only: load_from_checkpoint, then fit without ckpt_path.",
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
     # -- queries --
@@ -282,6 +291,11 @@ def find_engine(module: torch.nn.Module) -> ZeroEngine | None:
     method = vars(module).get("no_sync")
     engine = getattr(getattr(method, "_function", None), "__self__", None)
     return engine if isinstance(engine, ZeroEngine) else None
+
+
+def _holds_params_of(engine: ZeroEngine, module: torch.nn.Module) -> bool:
+    held = {id(param) for bucket in engine.buckets for param in bucket.params}
+    return held == {id(param) for param in module.parameters()}
 
 
 def _forget_optimizers(engine: ZeroEngine) -> None:

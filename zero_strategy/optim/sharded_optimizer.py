@@ -35,11 +35,13 @@ class StepSettings:
 
     Attributes:
         before_step: Called when a step begins; lets go of whole parameters that are about to be outdated.
+        after_step: Called when it has ended and the parameters agree.
         gradient_clipping: Norm to clip at in `step()` if nobody has clipped since the last one; 0 for none.
         sub_group_numel: Master elements stepped at a time; bounds the fp32 copies of 16-bit gradients.
     """
 
     before_step: Callable[[], None]
+    after_step: Callable[[], None]
     gradient_clipping: float = 0.0
     sub_group_numel: int = 1_000_000_000
 
@@ -116,6 +118,7 @@ class ShardedOptimizer(Optimizer):
             if handle is not None:
                 handle.wait()
         run.was_clipped = False
+        run.settings.after_step()
         return loss
 
     def _update(self, buckets: Sequence[Bucket]) -> None:

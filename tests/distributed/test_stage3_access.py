@@ -1,0 +1,240 @@
+"""Stage 3: looking at weights, changing them, errors on the way, and strays that touch what is not there.
+
+Oracles: naive data parallelism in the same processes, tolerance 0: whatever happens in between, training
+goes on as if it had not. Every stray must raise an error that names the parameter and what to do, on every
+rank, before any number is wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zero_strategy as zs
+from tests.harness import distributed, expect_error, rank, subtest
+from tests.models import Routes, awkward_loss, inputs, route_loss, sgd
+from tests.recorder import Recorder, assert_nothing_whole
+from tests.reference import Naive, Recipe, Zero, grid
+
+ROUTES = Recipe(build=lambda _: Routes())
+
+
+# -- looking and operating -----------------------------------------------------------------------------------
+
+
+@distributed(world_size=2)
+def test_unsharded_params_nest_and_leave_everything_as_it_was() -> None:
+    """Case B085: before any training and between steps, also around forwards, also with an error inside."""
+    naive, zero = Naive(ROUTES), Zero(ROUTES, stage=3)
+    for step in range(4):
+        with zero.engine.unsharded_params():
+            with zero.engine.unsharded_params(), torch.no_grad():
+                assert torch.equal(zero.model(inputs(step)), naive.model(inputs(step)))
+            for name, wanted in naive.weights().items():
+                assert torch.equal(zero.model.get_parameter(name), wanted)
+        assert_nothing_whole(zero.engine)
+        with expect_error(ZeroDivisionError), zero.engine.unsharded_params():
+            raise ZeroDivisionError
+        assert_nothing_whole(zero.engine)
+        for way in (naive, zero):
+            way.backward(route_loss(way.model, step))
+            way.step()
+    recorder = Recorder(zero.engine)
+    zero.backward(route_loss(zero.model, 0))
+    recorder.take()
+    with zero.engine.unsharded_params():
+        pass
+    recorder.take()
+    for step in range(2):
+        zero.backward(route_loss(zero.model, step))
+        assert recorder.take()[:4] == ["+root", "+a", "+b", "-a"], f"prefetch is lost in iteration {step}"
+    zero.close()
+
+
+@distributed(world_size=2)
+@grid(stage=(0, 1, 2, 3), bf16=(False, True))
+def test_writeback_takes_rank_0s_values_into_shards_and_masters(stage: int, bf16: bool) -> None:
+    zero = Zero(Recipe(optimizer=partial(sgd, lr=0.0)), stage=stage, bf16=bf16)
+    for step in range(2):
+        with zero.engine.unsharded_params(writeback=True), torch.no_grad():
+            for index, param in enumerate(zero.model.parameters()):
+                param.fill_(index + step + 10 * rank())
+        # A step of nothing writes the masters back, so a master that was left behind would show.
+        zero.backward(awkward_loss(zero.model, 0))
+        zero.step()
+        with zero.engine.unsharded_params():
+            for index, param in enumerate(zero.model.parameters()):
+                assert torch.equal(param, torch.full_like(param, index + step)), zero.engine.buckets
+    zero.close()
+
+
+@distributed(world_size=2)
+def test_what_is_written_without_writeback_is_gone() -> None:
+    zero = Zero(ROUTES, stage=3)
+    before = zero.weights()
+    with zero.engine.unsharded_params(), torch.no_grad():
+        for param in zero.model.parameters():
+            param.zero_()
+    assert all(torch.equal(value, before[name]) for name, value in zero.weights().items())
+    zero.close()
+
+
+@distributed(world_size=2)
+@grid(where=("forward", "backward", "no_sync backward"))
+def test_training_goes_on_after_an_error_on_all_ranks(where: str) -> None:
+    """The step with the error is not done; what follows equals a training that never had it."""
+    naive, zero = Naive(ROUTES), Zero(ROUTES, stage=3, reduce_bucket_size=300)
+    for step in range(4):
+        if step in (0, 2):
+            failing = Failing.apply if where != "forward" else raise_now
+            handle = zero.model.units["b"][0].register_forward_hook(lambda m, a, out, f=failing: f(out))
+            with expect_error(ZeroDivisionError):
+                if where == "no_sync backward":
+                    with zero.no_sync():
+                        zero.backward(route_loss(zero.model, step))
+                else:
+                    zero.backward(route_loss(zero.model, step))
+            handle.remove()
+            zero.model.zero_grad()
+        for way in (naive, zero):
+            way.backward(route_loss(way.model, step))
+            way.step()
+        assert_nothing_whole(zero.engine)
+    weights = zero.weights()
+    for name, wanted in naive.weights().items() if rank() == 0 else ():
+        assert torch.equal(weights[name], wanted), name
+    zero.close()
+
+
+class Failing(torch.autograd.Function):
+    """Raises in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise ZeroDivisionError
+
+
+def raise_now(x: Tensor) -> Tensor:
+    """Raise in the forward."""
+    raise ZeroDivisionError
+
+
+# -- strays --------------------------------------------------------------------------------------------------
+
+NAME = "units.a.0.weight"
+
+
+def in_place(action: Callable[[nn.Parameter], Any]) -> Callable[[Zero], Any]:
+    """Make a stray of an action on one sharded parameter."""
+    return lambda zero: action(zero.model.get_parameter(NAME))
+
+
+STRAYS: dict[str, Callable[[Zero], Any]] = {
+    "read: sum": in_place(lambda p: p.sum()),
+    "read: item": in_place(lambda p: p[0, 0].item()),
+    "read: broadcast": in_place(lambda p: torch.ones(15, 15) + p),
+    "read: F.linear": in_place(lambda p: nn.functional.linear(torch.ones(1, 15), p)),
+    "read: through .data": in_place(lambda p: p.data.norm()),
+    "read: detach": in_place(lambda p: p.detach()),
+    "read: numpy": in_place(lambda p: p.detach().numpy()),
+    "read: clone": in_place(lambda p: p.clone()),
+    "read: equal": in_place(lambda p: torch.equal(p, torch.ones(15, 15))),
+    "write: fill_": in_place(lambda p: p.data.fill_(0.0)),
+    "write: zero_": in_place(lambda p: p.data.zero_()),
+    "write: copy_": in_place(lambda p: p.data.copy_(torch.ones(15, 15))),
+    "write: init": in_place(lambda p: nn.init.normal_(p)),
+    "write: add_": in_place(lambda p: p.data.add_(1.0)),
+    "write: indexing": in_place(lambda p: p.data.__setitem__(0, 1.0)),
+    "save": in_place(lambda p: torch.save(p, io.BytesIO())),
+    "deepcopy of the parameter": in_place(copy.deepcopy),
+    "deepcopy of the model": lambda zero: copy.deepcopy(zero.model),
+    "state_dict": lambda zero: zero.model.state_dict(),
+    "save of the state_dict": lambda zero: torch.save(zero.model.state_dict(keep_vars=True), io.BytesIO()),
+    "cast": lambda zero: zero.model.to(torch.bfloat16),
+    "apply": lambda zero: zero.model.apply(
+        lambda m: nn.init.zeros_(m.weight) if isinstance(m, nn.Linear) else None
+    ),
+}
+
+
+@distributed(world_size=2)
+def test_a_stray_read_or_write_raises_and_names_the_parameter() -> None:
+    """Case B079. Nothing of it may leave a trace: training goes on and equals one that had no strays."""
+    zero, naive = Zero(ROUTES, stage=3), Naive(ROUTES)
+    before = zero.weights()
+    for name, stray in STRAYS.items():
+        with subtest(name), expect_error(zs.ShardingError, [NAME, "sharded", "engine.unsharded_params"]):
+            stray(zero)
+    assert all(torch.equal(value, before[name]) for name, value in zero.weights().items())
+    with subtest("deepcopy of the engine"), expect_error(zs.ShardingError, "deep-copied"):
+        copy.deepcopy(zero.engine)
+    with subtest("load_state_dict"), expect_error(RuntimeError, [NAME, "load_full_state_dict"]):
+        zero.model.load_state_dict(naive.model.state_dict())
+    for way in (naive, zero):
+        way.backward(route_loss(way.model, 0))
+        way.step()
+    weights = zero.weights()
+    for name, wanted in naive.weights().items() if rank() == 0 else ():
+        assert torch.equal(weights[name], wanted), name
+    zero.close()
+
+
+class Reaching(nn.Module):
+    """A parent that uses the weight of a child without calling it."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.units = nn.ModuleDict(
+            {"a": nn.Sequential(nn.Linear(15, 15)), "b": nn.Sequential(nn.Linear(15, 15))}
+        )
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.units["b"](x)
+        return self.use(x, self.units["a"][0].weight)
+
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "added": lambda x, weight: x + weight[0],
+    "multiplied": lambda x, weight: x * weight.sum(),
+    "matrix product": nn.functional.linear,
+    "compared": lambda x, weight: torch.where(weight[0] > 0, x, -x),
+}
+
+
+@distributed(world_size=2)
+def test_a_parent_that_uses_a_sharded_weight_directly_gets_an_error_with_its_name() -> None:
+    """Case B079, inside a forward."""
+    for name, use in USES.items():
+        with subtest(name):
+            zero = Zero(Recipe(build=lambda _, use=use: Reaching(use)), stage=3)  # type: ignore[misc]
+            with expect_error(zs.ShardingError, NAME):
+                zero.model(inputs())
+            zero.engine.zero_grad()
+            assert zero.model.units["b"](inputs()).shape == (4, 15)
+            zero.close()
+
+
+@distributed(world_size=2)
+def test_questions_about_shape_and_kind_are_answered_while_sharded() -> None:
+    zero, plain = Zero(ROUTES, stage=3), ROUTES.model()
+    for (name, param), wanted in zip(zero.model.named_parameters(), plain.parameters(), strict=True):
+        assert param.shape == wanted.shape and param.numel() == wanted.numel() and param.dtype == wanted.dtype
+        assert param.dim() == wanted.dim() and param.size(0) == wanted.size(0) and len(param) == len(wanted)
+        assert param.device == wanted.device and param.is_leaf and param.requires_grad and param.grad is None
+        assert isinstance(param, nn.Parameter) and param in {param: name} and name in repr(param)
+        assert param.stride() == wanted.stride() or not param.is_contiguous()
+    assert sum(p.numel() for p in zero.model.parameters()) == sum(p.numel() for p in plain.parameters())
+    assert str(zero.model) == str(plain)
+    assert list(zero.model.state_dict(keep_vars=True)) == list(plain.state_dict())
+    zero.close()

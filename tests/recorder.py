@@ -1,0 +1,54 @@
+"""Watches the buckets of an engine: which are whole when, in which order they are gathered and let go of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import zero_strategy as zs
+
+
+class Recorder(logging.Handler):
+    """Notes gathers ("+a"), resharding ("-a") and dropped gathers ("!a") of the units of `Routes`.
+
+    Attributes:
+        warnings: Log records of that level.
+        most_whole: The most units that were whole or on their way at once, the root among them.
+    """
+
+    def __init__(self, engine: zs.ZeroEngine) -> None:
+        super().__init__(logging.WARNING)
+        self.events: list[str] = []
+        self.warnings: list[str] = []
+        self._whole: set[str] = set()
+        self.most_whole: set[str] = set()
+        for bucket in engine.buckets:
+            unit = bucket.name.split(".")[-2] if bucket.name.startswith("units") else "root"
+            for sign, method in (("+", "start_unshard"), ("-", "reshard"), ("!", "drop_gather")):
+                setattr(bucket, method, partial(self._call, sign + unit, getattr(bucket, method)))
+        logging.getLogger().addHandler(self)
+
+    def _call(self, event: str, method: Callable[..., Any], *args: Any) -> Any:
+        self.events.append(event)
+        if event[0] == "+":
+            self._whole.add(event[1:])
+        else:
+            self._whole.discard(event[1:])
+        self.most_whole = max(self.most_whole, self._whole, key=len).copy()
+        return method(*args)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        """Return the events since the last call."""
+        events, self.events = self.events, []
+        return events
+
+
+def assert_nothing_whole(engine: zs.ZeroEngine) -> None:
+    """Require that no sharded bucket is whole or on its way."""
+    assert engine.ledger.memory["unsharded"] == 0
+    assert not any(bucket.is_whole for bucket in engine.buckets if bucket.policy.shard_params)
