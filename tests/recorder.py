@@ -50,5 +50,6 @@ class Recorder(logging.Handler):
 
 def assert_nothing_whole(engine: zs.ZeroEngine) -> None:
     """Require that no sharded bucket is whole or on its way."""
-    assert engine.ledger.memory["unsharded"] == 0
-    assert not any(bucket.is_whole for bucket in engine.buckets if bucket.policy.shard_params)
+    whole = [bucket.name for bucket in engine.buckets if bucket.policy.shard_params and bucket.is_whole]
+    held_bytes = engine.ledger.memory["unsharded"]
+    assert not whole and not held_bytes, f"whole: {whole}, unsharded bytes: {held_bytes}"

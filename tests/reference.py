@@ -133,7 +133,7 @@ class Naive(Plain):
         self._is_averaged = False
 
     def average(self) -> None:
-        """Replace gradients by their mean over ranks; one that only some ranks have counts as zeros elsewhere."""
+        """Replace gradients by their mean over ranks; where there is none, it counts as zeros."""
         for param in [] if self._is_averaged else list(self.model.parameters()):
             used = torch.tensor([int(param.grad is not None)])
             dist.all_reduce(used)
@@ -315,7 +315,8 @@ def mean_over_ranks(trace: Trace) -> Trace:
 
 def _pairs(trace: Trace, reference: Trace) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield every tensor with its counterpart and its name, in the order of time; None only matches None."""
-    assert len(trace.losses) == len(reference.losses) and len(trace.norms) == len(reference.norms)
+    for mine, others in ((trace.losses, reference.losses), (trace.norms, reference.norms)):
+        assert len(mine) == len(others), f"{len(mine)} values against {len(others)}"
     for step in range(len(reference.grads)):
         micro = len(reference.losses) // len(reference.grads)
         for index in range(step * micro, (step + 1) * micro):
@@ -330,6 +331,7 @@ def _pairs(trace: Trace, reference: Trace) -> Iterator[tuple[str, Tensor, Tensor
             if value is not None and wanted is not None:
                 yield f"step {step}: gradient of {name!r}", value, wanted
         if trace.weights[step] and reference.weights[step]:
-            assert trace.weights[step].keys() == reference.weights[step].keys()
+            names = trace.weights[step].keys() ^ reference.weights[step].keys()
+            assert not names, f"step {step}: {sorted(names)} are weights of one side only"
             for name, wanted in reference.weights[step].items():
                 yield f"step {step}: weight {name!r}", trace.weights[step][name], wanted

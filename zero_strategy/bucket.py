@@ -80,7 +80,8 @@ class Bucket:
         param_shard: [owned_numel] param_dtype; this rank's own part, a range of `flat` unless parameters are
             sharded.
         slices: What of each parameter lies in `param_shard`. All of it, where the optimizer state is whole.
-        full_grad: [padded_numel] param_dtype or None; gradients of this rank, until they are reduced.
+        full_grad: [padded_numel] param_dtype (grad_dtype while it accumulates) or None; gradients of this
+            rank, until they are reduced.
         grad_shard: [owned_numel] grad_dtype or None; mean over ranks, sum of this step's micro-batches.
         has_grad: Which parameters have a gradient on some rank since `clear_grads()`.
     """
@@ -221,12 +222,14 @@ class Bucket:
 
     # -- gradients --
 
-    def stash(self, index: int, grad: Tensor) -> None:
+    def stash(self, index: int, grad: Tensor, *, accumulates: bool = False) -> None:
         """Add a parameter's gradient to the flat gradient buffer.
 
         Args:
             index: Which parameter of the bucket.
             grad: Its gradient, of the parameter's shape; free to be dropped afterwards.
+            accumulates: Whether more backwards will add to it before it is reduced: then it is kept, and
+                travels, in `grad_dtype`.
 
         Raises:
             ShardingError: The gradient is sparse.
@@ -237,7 +240,7 @@ class Bucket:
                 why="A sparse gradient cannot be reduced into a flat buffer.",
                 fix="Use a dense operation (nn.Embedding(sparse=False)).",
             )
-        target = self._grad_range(self._writable_full_grad(), index)
+        target = self._grad_range(self._writable_full_grad(accumulates), index)
         values = grad.detach().reshape(-1)
         if self.stashed[index]:
             target.add_(values)
@@ -254,6 +257,7 @@ class Bucket:
         """
         with span("ZeRO::reduce", self.name):
             full = self._writable_full_grad()
+            self.full_grad = None  # a gradient that comes in late must not land in a buffer under way
             for start, numel in self.layout.gaps():
                 full[start : start + numel].zero_()
             for index, stashed in enumerate(self.stashed):
@@ -262,8 +266,6 @@ class Bucket:
             self.stashed = [False] * len(self.stashed)
             mean = self._mean_target(full)
             shard = mean if self.policy.shard_optim else self._rank_range(mean)
-            if not self._is_in_place(mean):
-                self.full_grad = None  # freed when reduced
             self._reducing = (full, mean)
             handle = self._collectives.reduce_scatter_mean(full, shard, self.name)
             return Handle([], lambda: self._accept(handle, mean))
@@ -350,18 +352,16 @@ class Bucket:
         param = self.layout.params[index]
         return full[param.start : param.start + param.numel]
 
-    def _writable_full_grad(self) -> Tensor:
-        """Return the buffer to stash into: allocated if there is none, and with no mean left in it."""
+    def _writable_full_grad(self, accumulates: bool = False) -> Tensor:
+        """Return the buffer to stash into, allocated if there is none."""
         if self.full_grad is None:
-            self.full_grad = empty_flat(self.layout.padded_numel, self.flat.dtype, self.flat.device)
-        elif self.grad_shard is not None and self._is_in_place(self.grad_shard):
-            # A second reduction before the step: the buffer is needed again, so the mean moves out of it.
-            self.grad_shard = self.grad_shard.clone()
+            shard = self.grad_shard
+            if shard is not None and shard.untyped_storage().nbytes() > _nbytes(shard):
+                # A second reduction before the step: the mean of the first moves out of its whole buffer.
+                self.grad_shard = shard.clone()
+            dtype = self.grad_dtype if accumulates else self.flat.dtype
+            self.full_grad = empty_flat(self.layout.padded_numel, dtype, self.flat.device)
         return self.full_grad
-
-    def _is_in_place(self, mean: Tensor) -> bool:
-        """Tell whether a mean lies in the gradient buffer that it was reduced from (stages 0 and 1)."""
-        return self.full_grad is not None and mean.data_ptr() == self._own_range(self.full_grad).data_ptr()
 
     def _mean_target(self, full: Tensor) -> Tensor:
         """Return where the mean goes: in place where whole gradients are kept, else a new tensor."""
@@ -378,8 +378,6 @@ class Bucket:
             self.grad_shard = mean
         else:
             self.grad_shard.add_(mean)
-            if self._is_in_place(mean):
-                self.full_grad = None
 
     def _free(self) -> None:
         self.state.free()

@@ -62,6 +62,7 @@ class BucketPlan:
         dtype: Their dtype once sharded; never mixed in a bucket.
         modules: The modules whose forward needs the bucket whole; the first is the unit itself (stage 3).
         is_root: Whether the bucket stays whole until the backward has ended.
+        routes: Whether which of its parameters are used depends on a rank's own data (experts).
     """
 
     name: str
@@ -72,6 +73,7 @@ class BucketPlan:
     dtype: torch.dtype
     modules: tuple[nn.Module, ...]
     is_root: bool
+    routes: bool
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ def plan_buckets(model: nn.Module, config: ZeroConfig) -> list[BucketPlan]:
                     dtype=kind.dtype,
                     modules=users,
                     is_root=kind.unit is model,
+                    routes=_is_leaf(kind.unit, names[kind.unit], config),
                 )
             )
     position = {fqn: index for index, (fqn, _) in enumerate(model.named_parameters())}
@@ -156,8 +159,8 @@ def check_model(model: nn.Module) -> ConfigError | None:
         return ConfigError(
             what=f"{len(meta)} parameters or buffers are on the meta device, the first is {meta[0]!r}.",
             why="A meta tensor has a shape but no values, so there is nothing to shard.",
-            fix="Build the model on the CPU, or materialise it first: model.to_empty(device='cpu') and load or "
-            "initialise its weights.",
+            fix="Build the model on the CPU, or materialise it first: model.to_empty(device='cpu') and load "
+            "or initialise its weights.",
         )
     if len(devices) > 1:
         return ConfigError(

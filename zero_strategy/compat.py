@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,14 @@ def without_torch_function() -> AbstractContextManager[None]:
     """Return a context in which tensor subclasses behave as plain tensors."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
+
+
+def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, bool, Any]:
+    """Read the arguments of `Tensor.to`: device, dtype, non_blocking, memory_format."""
+    parsed: tuple[torch.device | None, torch.dtype | None, bool, Any] = torch._C._nn._parse_to(
+        *args, **kwargs
+    )  # E501X  # E501X
+    return parsed
 
 
 def native_all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:

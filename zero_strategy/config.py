@@ -292,6 +292,11 @@ class ZeroConfig(_Block):
         return self.zero_optimization.stage
 
     @property
+    def shards_params(self) -> bool:
+        """Whether parameters are sharded, so that no rank holds the model whole."""
+        return self.stage == 3
+
+    @property
     def leaf_classes(self) -> tuple[str, ...]:
         """Class names of modules that are one unit at stage 3."""
         return self.zero_optimization.leaf_module.classes

@@ -20,7 +20,7 @@ from zero_strategy.bucket import Bucket
 from zero_strategy.bucketing import check_model, describe_model, plan_buckets
 from zero_strategy.checkpoint import full_weights, save_load
 from zero_strategy.comm.collectives import Collectives
-from zero_strategy.comm.ledger import Ledger
+from zero_strategy.comm.ledger import Ledger, MemoryUse
 from zero_strategy.comm.topology import Topology
 from zero_strategy.config import ZeroConfig
 from zero_strategy.errors import CheckpointError, ConfigError, ShardingError
@@ -116,19 +116,20 @@ class ZeroEngine:
         if self.config.broadcast_buffers:
             self._forward.listen(on_begin=self._buffers.before_forward)
         self._lifecycle = ParamLifecycle(
-            [(b, plan.modules) for b, plan in zip(self.buckets, plans, strict=True) if b.policy.shard_params],
+            [(b, plan) for b, plan in zip(self.buckets, plans, strict=True) if b.policy.shard_params],
             self._forward,
             self._backward,
             prefetch_numel=zero.stage3_prefetch_bucket_size,
+            on_passed=self._reducer.on_passed,
         )
         self._finish_construction()
 
     def _finish_construction(self) -> None:
-        root_methods.install(self.model, self.no_sync, self.zero_grad)
-        self._load_hook = self.model.register_load_state_dict_post_hook(self._on_load_state_dict)
+        root_methods.install(self)
         for bucket in self.buckets:
             self.ledger.watch(bucket.memory)
         self.ledger.watch(self._masters.memory)
+        self.ledger.watch(self._optimizer_memory)
         self.ledger.watch(self._collectives.memory)
         self._backward.listen(on_end=self.ledger.note_backward, on_abort=self.ledger.note_backward)
         self.ledger.explain_with(self._report)
@@ -160,14 +161,20 @@ class ZeroEngine:
         )
         settings = StepSettings(
             before_step=self._before_step,
+            is_syncing=lambda: self._reducer.is_syncing,
             after_step=self.ledger.end_step,
             gradient_clipping=self.config.gradient_clipping,
             sub_group_numel=self.config.zero_optimization.sub_group_size,
         )
         sharded = ShardedOptimizer(optimizer, self._places, self._masters, self._collectives, settings)
         self.optimizers.append(sharded)
-        self.ledger.watch(sharded.memory)
         return sharded
+
+    def release_optimizers(self) -> None:
+        """Forget all optimizers and their state, to train anew with others; weights and masters stay."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        self.optimizers.clear()
 
     # -- runtime --
 
@@ -220,7 +227,7 @@ class ZeroEngine:
                     bucket.take_written()
                 self._masters.refresh()
         finally:
-            self._lifecycle.let_go(sharded)
+            self._lifecycle.let_go(sharded, keeps_root=False)
 
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
         """Return the averaged gradient of a parameter, whole. Collective.
@@ -252,15 +259,17 @@ class ZeroEngine:
         """Gather whole weights. Collective; memory for one bucket besides the result.
 
         Args:
-            dtype: Cast floating-point parameters to this; by default they keep theirs.
+            dtype: Cast floating-point parameters to this; by default they keep theirs. fp32 gives the masters
+                where there are any, which are more precise than the parameters cast.
             trainable_only: Leave out frozen parameters and buffers.
 
         Returns:
             On rank 0 CPU tensors under the very keys of `model.state_dict()`, tied names sharing one tensor;
             on other ranks {}.
         """
+        masters = self._masters if dtype == torch.float32 else None
         return full_weights.gather(
-            self.model, self.buckets, self._collectives, dtype=dtype, trainable_only=trainable_only
+            self.model, self.buckets, self._collectives, masters, dtype=dtype, trainable_only=trainable_only
         )
 
     def load_full_state_dict(
@@ -334,10 +343,9 @@ class ZeroEngine:
     def close(self) -> None:
         """Take everything off the model that the engine has put on it, and give the process groups back.
 
-        Not collective. At stage 3 the parameters stay sharded: take what you need before.
+        To be called on all ranks. At stage 3 the parameters stay sharded: take what you need before.
         """
         root_methods.remove(self.model)
-        self._load_hook.remove()
         self._forward.close()
         self._lifecycle.close()
         self._reducer.close()
@@ -355,8 +363,11 @@ class ZeroEngine:
     def _report(self) -> str:
         return write_report(self.ledger, self.buckets, self.optimizers, self._collectives.world_size)
 
-    def _on_load_state_dict(self, module: nn.Module, incompatible: Any) -> None:
-        self._masters.refresh()
+    def _optimizer_memory(self) -> MemoryUse:
+        use = MemoryUse()
+        for optimizer in self.optimizers:
+            use.add(optimizer.memory())
+        return use
 
     def _check_unclaimed(self, params: list[nn.Parameter]) -> ConfigError | None:
         claimed = {id(param) for optimizer in self.optimizers for param in optimizer.params()}
@@ -387,7 +398,7 @@ def _agreed_config(source: Any, collectives: Collectives) -> ZeroConfig:
 
 
 def _check_unused(model: nn.Module) -> ConfigError | None:
-    if "no_sync" in model.__dict__:
+    if root_methods.owner_of(model) is not None:
         return ConfigError(
             what=f"This {type(model).__name__} is sharded already.",
             why="A model has one engine.",

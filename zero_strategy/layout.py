@@ -4,10 +4,10 @@
 never compute an offset themselves. It knows names, shapes and sizes; it has never seen a tensor.
 
 [Note: Alignment]
-Every parameter starts, and every shard ends, at a multiple of 16 elements and of 64 bytes. Matrix kernels
-give other bits on operands that are not aligned, and vectorised optimizers treat the elements of a vector's
-tail differently, so an unaligned cut would make the numbers depend on the world size. The room between is
-declared as padding and counted.
+Every shard ends at a multiple of 16 elements and of 64 bytes, and every parameter starts at one of 256 bytes.
+Matrix kernels give other bits on operands that are not aligned, and vectorised optimizers treat the elements
+of a vector's tail differently, so an unaligned cut would make the numbers depend on the world size. The room
+between is declared as padding and counted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 ALIGN_NUMEL = 16  # elements: the widest vector a fused optimizer uses (16 fp32 lanes of AVX-512)
 ALIGN_BYTES = 64  # bytes: a cache line, and the alignment of torch's own CPU allocations
+START_BYTES = 256  # bytes: up to here cuBLAS chooses its kernel by an operand's alignment
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class BucketLayout:
         for fqn, shape in names_and_shapes:
             numel = _product(shape)
             params.append(ParamSpec(fqn, shape, numel, end))
-            end += round_up(numel, align_numel)
+            end += round_up(numel, max(align_numel, START_BYTES // itemsize))
         padded_numel = round_up(end, align_numel * num_shards)
         return BucketLayout(tuple(params), num_shards, padded_numel, align_numel)
 

@@ -15,16 +15,19 @@ one in use and the one gathered ahead.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from zero_strategy import compat
 from zero_strategy.bucket import Bucket
+from zero_strategy.bucketing import BucketPlan
 from zero_strategy.comm.collectives import Handle
+from zero_strategy.errors import ShardingError
 from zero_strategy.passes import BackwardPass, ForwardPass
 from zero_strategy.tensors import tensors_in
 
@@ -38,26 +41,31 @@ class ParamLifecycle:
 
     def __init__(
         self,
-        buckets: Sequence[tuple[Bucket, Sequence[nn.Module]]],
+        buckets: Sequence[tuple[Bucket, BucketPlan]],
         forward: ForwardPass,
         backward: BackwardPass,
         *,
         prefetch_numel: int,
+        on_passed: Callable[[Bucket], None],
     ) -> None:
         """Register the hooks.
 
         Args:
-            buckets: Each sharded bucket with the modules that need it.
+            buckets: Each sharded bucket with its plan, which names the modules that need it.
             forward: Tells when a forward of the root begins and ends.
             backward: Is told when a backward begins, and tells when it ends.
             prefetch_numel: Elements that may be gathered ahead; 0 for none.
+            on_passed: Called for a unit's buckets when the backward has passed all of its uses.
         """
         self._buckets = [bucket for bucket, _ in buckets]
-        self._unit_of = {bucket: modules[0] for bucket, modules in buckets}
+        self._unit_of = {bucket: plan.modules[0] for bucket, plan in buckets}
+        self._routing = {plan.modules[0] for _, plan in buckets if plan.routes}
+        self._on_passed = on_passed
         self._roots = [bucket for bucket in self._buckets if bucket.is_root]
         self._backward = backward
         self._prefetch_numel = prefetch_numel
         self._num_users = dict.fromkeys(self._buckets, 0)
+        self._uses_left = dict.fromkeys(self._buckets, 0)  # forwards that a backward has not passed yet
         self._under_way: dict[Bucket, Handle] = {}
         self._plans: dict[bool, list[Bucket]] = {True: [], False: []}
         self._plan: list[Bucket] | None = None
@@ -72,17 +80,27 @@ class ParamLifecycle:
         for hook in self._hooks:
             hook.remove()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ShardingError(
+            what="A model that is sharded at stage 3 was deep-copied.",
+            why="A copy would hold this rank's placeholders and no weights.",
+            fix="Copy the model before it is sharded and give the copy an engine of its own.",
+        )
+
     # -- runtime --
 
     def _pre_forward(self, used: Sequence[Bucket], module: nn.Module, args: Any) -> None:
         self.hold(used)
 
-    def _post_forward(self, used: Sequence[Bucket], module: nn.Module, args: Any, output: Any) -> None:
+    def _post_forward(self, used: Sequence[Bucket], module: nn.Module, args: Any, output: Any) -> Any:
         if torch.is_grad_enabled():
+            if module in self._routing:
+                output = _anchor(output)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._pre_backward, used))
         self.let_go(used)
+        return output
 
     def _pre_backward(self, used: Sequence[Bucket], grad: Tensor) -> None:
         self._backward.begin()
@@ -114,12 +132,17 @@ class ParamLifecycle:
             self._num_users[bucket] += 1
             self._make_whole(bucket)
 
-    def let_go(self, buckets: Sequence[Bucket]) -> None:
-        """Undo one `hold`; a bucket that nobody holds is resharded, unless a backward needs it at once."""
+    def let_go(self, buckets: Sequence[Bucket], *, keeps_root: bool = True) -> None:
+        """Undo one `hold`; a bucket that nobody holds is resharded, unless a backward needs it at once.
+
+        Args:
+            buckets: What was held.
+            keeps_root: Whether a root that gradients may be asked of stays whole for its backward.
+        """
         in_backward = compat.current_backward() != -1
         for bucket in buckets:
             self._num_users[bucket] -= 1
-            stays = bucket.is_root and torch.is_grad_enabled()
+            stays = keeps_root and bucket.is_root and torch.is_grad_enabled()
             if bucket.is_whole and not (self._num_users[bucket] or stays or in_backward):
                 bucket.reshard()
 
@@ -138,6 +161,8 @@ class ParamLifecycle:
         self._follow_plan(bucket)
         if compat.current_backward() != -1:
             self._make_room(bucket)
+        elif torch.is_grad_enabled():
+            self._uses_left[bucket] += 1
         handle = self._under_way.pop(bucket, None) or bucket.start_unshard()
         bucket.finish_unshard(handle)
         self.order.append(bucket)
@@ -150,6 +175,9 @@ class ParamLifecycle:
                 bucket.is_root or self._num_users[bucket] or self._unit_of[bucket] is self._unit_of[wanted]
             )
             if bucket.is_whole and not is_needed:
+                self._uses_left[bucket] -= 1
+                if self._uses_left[bucket] <= 0:
+                    self._on_passed(bucket)
                 bucket.reshard()
 
     def _follow_plan(self, bucket: Bucket) -> None:
@@ -182,6 +210,7 @@ class ParamLifecycle:
         self._drop_under_way()
         self._plans[grad_enabled] = self.order
         self.order = []
+        self._uses_left = dict.fromkeys(self._buckets, 0)
 
     # -- helpers --
 
@@ -193,9 +222,36 @@ class ParamLifecycle:
         ]
 
 
-def _by_module(buckets: Sequence[tuple[Bucket, Sequence[nn.Module]]]) -> list[tuple[nn.Module, list[Bucket]]]:
+class _Anchor(torch.autograd.Function):
+    """The identity, as far as values go; its result requires a gradient because the anchor does."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+def _anchor(output: Any) -> Any:
+    """Make the output of a unit that routes depend on something that requires a gradient.
+
+    On a rank whose data use none of its experts it might not, and that rank would not gather the unit in its
+    backward while the others do.
+    """
+    anchor = torch.zeros((), requires_grad=True)
+
+    def attach(tensor: Tensor) -> Any:
+        is_bare = tensor.is_floating_point() and not tensor.requires_grad
+        return _Anchor.apply(tensor, anchor) if is_bare else tensor  # type: ignore[no-untyped-call]
+
+    return tree_map_only(Tensor, attach, output)
+
+
+def _by_module(buckets: Sequence[tuple[Bucket, BucketPlan]]) -> list[tuple[nn.Module, list[Bucket]]]:
     users: dict[nn.Module, list[Bucket]] = {}
-    for bucket, modules in buckets:
-        for module in modules:
+    for bucket, plan in buckets:
+        for module in plan.modules:
             users.setdefault(module, []).append(bucket)
     return list(users.items())

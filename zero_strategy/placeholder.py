@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.compat import without_torch_function
+from zero_strategy.compat import parse_to, without_torch_function
 from zero_strategy.errors import ShardingError
 
 # Attributes and methods that answer without the data; the last line makes another tensor of the same kind, as
@@ -34,7 +34,8 @@ _ANSWERED = frozenset([
     "retains_grad", "storage_offset", "register_hook", "register_post_accumulate_grad_hook",
     "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_base", "_is_view", "_is_zerotensor",
     "__hash__", "__len__", "type", "is_same_size", "data_ptr", "is_shared", "untyped_storage",
-    "_has_symbolic_sizes_strides", "name", "volatile", "_python_dispatch",
+    "_has_symbolic_sizes_strides", "_has_compatible_shallow_copy_type", "name", "volatile", "
+    ""_python_dispatch",
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
     "new_empty", "new_ones", "new_full", "new_tensor",
 ])  # fmt: skip
@@ -48,8 +49,8 @@ class FreedTensor(Tensor):
 
     @classmethod
     def describe(cls, tensor: Tensor) -> str:
-        """Return the name of the parameter as messages write it."""
-        return "a sharded parameter"
+        """Return the name of the parameter as messages write it; a stand-in for `.data` was told it."""
+        return str(tensor.__dict__.get("described", "a sharded parameter"))
 
     @classmethod
     def __torch_function__(
@@ -64,19 +65,20 @@ class FreedTensor(Tensor):
         if name == "data":
             with without_torch_function():
                 value = func(*args, **(kwargs or {}))
+            if value is None:
+                return None
             # Reading `.data` gives a stand-in too, so that `param.data.copy_(...)` is refused as clearly.
-            return value if value is None else value.as_subclass(cls.data_class())
+            stand_in = value.as_subclass(FreedTensor)
+            stand_in.described = cls.describe(args[0])
+            return stand_in
         if name in _ANSWERED:
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
         if name in ("__repr__", "__format__"):
             return f"<{cls.describe(args[0])}: sharded, shape {tuple(args[0].shape)}, {args[0].dtype}>"
+        if name == "to" and _is_there_already(*args, **(kwargs or {})):
+            return args[0]
         _refuse(cls, name, args, kwargs or {})
-
-    @classmethod
-    def data_class(cls) -> type[FreedTensor]:
-        """Return the class that `.data` of such a tensor has."""
-        return FreedTensor
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         _refuse(type(self), "copy.deepcopy", (self,), {})
@@ -96,18 +98,11 @@ def freed_class(parameter_class: type[nn.Parameter], names: dict[int, str]) -> t
         A subclass of `parameter_class`, so that `isinstance` answers as before.
     """
 
-    class FreedData(FreedTensor):
-        pass
-
     class FreedParameter(FreedTensor, parameter_class):  # type: ignore[misc,valid-type]
         @classmethod
         def describe(cls, tensor: Tensor) -> str:
             fqn = names.get(id(tensor))
             return "a sharded parameter" if fqn is None else f"parameter {fqn!r}"
-
-        @classmethod
-        def data_class(cls) -> type[FreedTensor]:
-            return FreedData
 
     return FreedParameter
 
@@ -127,6 +122,14 @@ def _attribute(func: Callable[..., Any]) -> str:
     if func.__class__.__name__ == "method-wrapper" and owner is not None:
         return str(getattr(owner, "__name__", func.__name__))
     return str(getattr(func, "__name__", func))
+
+
+def _is_there_already(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Tell whether `.to(...)` would change nothing: front ends move models that are where they should be."""
+    device, dtype, _, _ = parse_to(*args, **kwargs)
+    same_kind = device is None or device.type == tensor.device.type
+    same_index = device is None or device.index in (None, tensor.device.index)
+    return same_kind and same_index and dtype in (None, tensor.dtype)
 
 
 def _refuse(cls: type[FreedTensor], action: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:

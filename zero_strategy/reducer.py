@@ -6,11 +6,20 @@ message, reduce what is left, and know which parameters had a gradient anywhere.
 ranks used different parameters.
 
 [Note: One order of reductions]
-All ranks must issue the same reductions in the same order, while readiness differs between them. So buckets
-are reduced in an agreed order (reverse registration at first, then rank 0's order of readiness, agreed anew
-when it changes), and a bucket waits for those before it. What no rank has used is not reduced at all; a
-bucket that was used on some ranks only is reduced at the end by the others, after the message, which travels
-in a group of its own.
+All ranks must issue the same reductions in the same order, and none may wait for a rank that waits for it,
+while which parameters a rank uses, and when, is its own affair.
+
+Where parameters stay whole, a bucket is reduced when all its parameters have reported, in an agreed order
+(reverse registration at first, then rank 0's order of readiness, agreed anew when it changes). A rank that
+waits for another's
+reduction is not waited for in anything else: the other gets to the end of its backward on its own.
+
+Where parameters are sharded, the gathers of a backward run in one order on all ranks anyway, and the
+reductions are tied to it: a unit's buckets are reduced when the backward has passed all of its uses, whether
+or not this rank has used all of its parameters.
+
+At the end every rank starts what it has not started, in order, and only then compares notes: which parameters
+were used anywhere, and which gradients came in after their bucket had gone. Those are reduced once more.
 """
 
 from __future__ import annotations
@@ -25,6 +34,7 @@ from torch import nn
 from zero_strategy.bucket import Bucket
 from zero_strategy.comm.collectives import Collectives, Handle
 from zero_strategy.errors import ShardingError
+from zero_strategy.log import log_event
 from zero_strategy.passes import BackwardPass
 
 
@@ -65,8 +75,12 @@ class GradReducer:
         self._gather_order = gather_order
         # What is sharded is reduced in every backward, unless whole gradients are asked for.
         self._may_defer = accumulate_whole or not any(bucket.policy.shard_grads for bucket in self._buckets)
+        # Tied to the gathers, or by readiness; see [Note: One order of reductions].
+        self._by_pass = any(bucket.policy.shard_params for bucket in buckets)
+        self._position_of = {bucket: position for position, bucket in enumerate(self._buckets)}
         self._next_order = list(reversed(range(len(self._buckets))))
         self._expected = [[1] * len(bucket.params) for bucket in self._buckets]
+        self._told_unused = False
         self._last_handle: Handle | None = None
         self._forget_backward()
         self._hooks = [
@@ -96,7 +110,7 @@ class GradReducer:
         self._backward.begin()
         bucket = self._buckets[position]
         assert param.grad is not None, bucket.layout.params[index].fqn
-        bucket.stash(index, param.grad)
+        bucket.stash(index, param.grad, accumulates=not self._reduces_now())
         param.grad = None
         self._fired[position][index] += 1
         if not self._reduces_now():
@@ -105,9 +119,15 @@ class GradReducer:
             # Re-entrant checkpointing delivers a shared parameter's gradient in parts. Next time it is waited
             # for.
             self._is_late[position] = True
-        elif position not in self._ready and self._is_ready(position):
+        elif not self._by_pass and position not in self._ready and self._is_ready(position):
             self._ready.append(position)
             self._reduce_in_order()
+
+    def on_passed(self, bucket: Bucket) -> None:
+        """Note that the backward has passed on from a bucket's unit; all ranks do so at the same point."""
+        position = self._position_of.get(bucket)
+        if position is not None and self._reduces_now() and not self._is_reduced[position]:
+            self._reduce(position)
 
     def _is_ready(self, position: int) -> bool:
         fired, expected = self._fired[position], self._expected[position]
@@ -125,8 +145,11 @@ class GradReducer:
     def _reduce(self, position: int) -> None:
         """Reduce one bucket; the one before must have arrived, so that no more than one is under way."""
         self._wait()
+        bucket = self._buckets[position]
+        # Gradients of earlier backwards under `no_sync` count as used too.
+        self._was_stashed[position] = list(bucket.stashed)
         self._is_reduced[position] = True
-        self._last_handle = self._buckets[position].start_reduce()
+        self._last_handle = bucket.start_reduce()
         if not self._overlap:
             self._wait()
 
@@ -138,14 +161,15 @@ class GradReducer:
     def _on_backward_end(self) -> None:
         self._check_frozen()
         if self._reduces_now():
-            used, late = self._exchange_usage()
             for position in self._order:
-                if not self._is_reduced[position] and any(used[position]):
+                if not self._is_reduced[position]:
                     self._reduce(position)
+            used, late = self._exchange_usage()
             for position in self._order:
                 if late[position]:
                     self._reduce(position)
             self._wait()
+            self._tell_unused(used)
             for bucket, bucket_used in zip(self._buckets, used, strict=True):
                 bucket.has_grad = [a or b for a, b in zip(bucket.has_grad, bucket_used, strict=True)]
             self._expected = [[max(1, count) for count in fired] for fired in self._fired]
@@ -154,20 +178,21 @@ class GradReducer:
     def _exchange_usage(self) -> tuple[list[list[bool]], list[bool]]:
         """Tell the others which parameters were used here, and learn which were used anywhere.
 
-        One byte a parameter, one a bucket for late gradients, one for "rank 0 saw another order"; combined by
-        maximum.
-        What was gathered travels along with its complement: two maxima that complement each other are one
-            value.
+        One byte a parameter, one a bucket for late gradients, one for "rank 0 has seen another order";
+        combined by maximum. What was gathered travels along with its complement: two maxima that complement
+        each other are one value.
         """
         new_order = self._ready + [position for position in self._order if position not in self._ready]
         message: list[bool] = []
-        for position, bucket in enumerate(self._buckets):
-            pairs = zip(self._fired[position], bucket.stashed, strict=True)
+        for fired_here, stashed_here in zip(self._fired, self._was_stashed, strict=True):
+            pairs = zip(fired_here, stashed_here, strict=True)
             message += [fired > 0 or stashed for fired, stashed in pairs]
         message += self._is_late
         message.append(self._collectives.rank == 0 and new_order != self._order)
         gathered = self._gather_order()
-        flags = torch.tensor([*message, *gathered, *(255 - byte for byte in gathered)], dtype=torch.uint8)
+        flags = torch.tensor(
+            [*message, *gathered, *(255 - byte for byte in gathered)], dtype=torch.uint8, device="cpu"
+        )
         self._collectives.maximum(flags)
         _check_same_order(flags[len(message) :].tolist())
         answer = [bool(flag) for flag in flags[: len(message)].tolist()]
@@ -195,6 +220,7 @@ class GradReducer:
         self._fired = [[0] * len(bucket.params) for bucket in self._buckets]
         self._is_reduced = [False] * num_buckets
         self._is_late = [False] * num_buckets
+        self._was_stashed: list[list[bool]] = [[] for _ in self._buckets]
         self._ready: list[int] = []
         self._turn = 0
 
@@ -202,6 +228,21 @@ class GradReducer:
 
     def _reduces_now(self) -> bool:
         return self.is_syncing or not self._may_defer
+
+    def _tell_unused(self, used: list[list[bool]]) -> None:
+        """Say once which parameters no rank has used: often a slip, sometimes meant."""
+        if self._told_unused:
+            return
+        self._told_unused = True
+        pairs = ((b.layout.params, flags) for b, flags in zip(self._buckets, used, strict=True))
+        names = [
+            spec.fqn for specs, flags in pairs for spec, flag in zip(specs, flags, strict=True) if not flag
+        ]
+        if names:
+            log_event(
+                f"{len(names)} trainable parameters were used on no rank in the first backward; such a step "
+                f"leaves them as they are: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+            )
 
     def _check_frozen(self) -> None:
         for bucket in self._frozen:

@@ -7,9 +7,11 @@ evenly, so that any number of ranks computes the same mean gradient, to rounding
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_strategy as zs
@@ -17,6 +19,22 @@ from tests.harness import rank, world_size
 from tests.models import VOCAB, WIDTH, Awkward, loss_of, param_groups
 
 GLOBAL_BATCH = 12  # rows: divisible by 1, 2, 3 and 4 ranks
+
+BF16 = {"bf16": {"enabled": True}}
+EXTRA = {
+    "epoch": 3,
+    "nested": [{"x": torch.arange(5), "y": None}, 1.5],
+    "name": "run",
+    "scalar": torch.tensor(2.0),
+}
+LAYOUTS: list[dict[str, Any]] = [
+    {"stage": 0, "reduce_bucket_size": 25_000_000},
+    {"stage": 1, "reduce_bucket_size": 300},
+    {"stage": 2, "reduce_bucket_size": 100},
+    {"stage": 3, "reduce_bucket_size": 1_000},
+    {"stage": 3, "reduce_bucket_size": 100, **BF16},
+    {"stage": 1, "reduce_bucket_size": 1_000, **BF16},
+]
 
 
 class Counting(nn.Module):
@@ -101,6 +119,32 @@ def sharded(model: nn.Module, **settings: Any) -> zs.ZeroEngine:
     if settings.get("stage") == 3:
         settings = {"stage3_param_persistence_threshold": 0, **settings}
     return zs.ZeroEngine(model, zs.ZeroConfig(**settings))
+
+
+def engine_of(layout: dict[str, Any], seed: int = 0) -> tuple[zs.ZeroEngine, zs.ShardedOptimizer]:
+    """Return an engine over `Everything` in one of the layouts, and its AdamW."""
+    engine = sharded(build(seed=seed), **layout)
+    return engine, engine.shard_optimizer(adamw(engine.model))
+
+
+def whole_state(engine: zs.ZeroEngine) -> dict[str, Any]:
+    """Return all that a checkpoint must keep, whole; the same on every rank."""
+    found = [engine.full_state_dict(), [optimizer.state_dict() for optimizer in engine.optimizers]]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    weights, optimizers = found
+    for optimizer in optimizers:
+        optimizer["state"] = dict(sorted(optimizer["state"].items()))
+    return {"weights": weights, "optimizers": optimizers}
+
+
+def save_alone(folder: Path) -> None:
+    """Save two layouts, named by their number of settings, and beside each what it holds."""
+    for layout in LAYOUTS[3:5]:
+        engine, optimizer = engine_of(layout)
+        train(engine.model, optimizer, 2)
+        engine.save_checkpoint(folder / str(len(layout)), extra=EXTRA)
+        torch.save(whole_state(engine), folder / f"{len(layout)}.pt")
 
 
 def assert_same(left: Any, right: Any, path: str = "state") -> None:

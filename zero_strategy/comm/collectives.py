@@ -80,7 +80,7 @@ class Collectives:
         group = self._topology.gather_group
         if group is not None and self._topology.native:
             own = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
-            works = [compat.native_all_gather(flat, own, group)]
+            works = [compat.native_all_gather(ordered.as_bytes(flat), ordered.as_bytes(own), group)]
         else:
             works = ordered.start_all_gather(flat, shard_numel, group)
         return Handle(works, what=f"The all-gather of bucket {name!r}")
@@ -125,13 +125,17 @@ class Collectives:
     # -- control messages --
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with that of rank 0, and wait."""
+        """Overwrite a flat tensor with that of rank 0, and wait.
+
+        Shapes:
+            tensor [n], any dtype
+        """
         group = self._topology.gather_group
         if group is None:
             return
         self._ledger.record("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
         with _waiting_for("A broadcast from rank 0"):
-            dist.broadcast(tensor, src=0, group=group)
+            dist.broadcast(ordered.as_bytes(tensor), src=0, group=group)
 
     def broadcast_bytes(self, payload: bytes) -> bytes:
         """Return the bytes of rank 0, of any length; what the other ranks pass is ignored."""
@@ -139,9 +143,9 @@ class Collectives:
         if group is None:
             return payload
         with _waiting_for("A message from rank 0"):
-            size = torch.tensor([len(payload)], dtype=torch.int64)
+            size = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
             dist.broadcast(size, src=0, group=group)
-            data = torch.empty(int(size.item()), dtype=torch.uint8)
+            data = torch.empty(int(size.item()), dtype=torch.uint8, device="cpu")
             if self.rank == 0:
                 data.copy_(_to_tensor(payload))
             dist.broadcast(data, src=0, group=group)
@@ -159,12 +163,13 @@ class Collectives:
         if group is None:
             return [json.loads(payload)]
         with _waiting_for("An exchange of messages among all ranks"):
-            sizes = torch.empty(self.world_size, dtype=torch.int64)
-            dist.all_gather(list(sizes.split(1)), torch.tensor([len(payload)]), group=group)
+            sizes = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
+            own_size = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
+            dist.all_gather(list(sizes.split(1)), own_size, group=group)
             longest = int(sizes.max().item())
-            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
             padded[: len(payload)] = _to_tensor(payload)
-            gathered = torch.empty(self.world_size, longest, dtype=torch.uint8)
+            gathered = torch.empty(self.world_size, longest, dtype=torch.uint8, device="cpu")
             dist.all_gather(list(gathered.unbind()), padded, group=group)
         self._ledger.record("control", (self.world_size - 1) * (longest + 8))
         return [
@@ -201,7 +206,7 @@ class Collectives:
         group = self._topology.control_group
         if group is None:
             return values.unsqueeze(0)
-        rows = torch.empty(self.world_size, values.numel(), dtype=values.dtype)
+        rows = torch.empty(self.world_size, values.numel(), dtype=values.dtype, device="cpu")
         self._ledger.record("all_reduce", (self.world_size - 1) * values.numel() * values.element_size())
         with _waiting_for("The sum of a norm over all ranks"):
             dist.all_gather(list(rows.unbind()), values, group=group)
@@ -257,6 +262,8 @@ class Collectives:
 def _waiting_for(what: str) -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise ShardingError(
             what=f"{what} did not finish: {str(error).splitlines()[0]}",
@@ -279,8 +286,6 @@ def _divide(tensor: Tensor, divisor: int) -> None:
 
 
 def _to_tensor(payload: bytes) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        if payload
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    if not payload:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)

@@ -62,6 +62,15 @@ class ReceiveBuffer:
             self._kept = None
 
 
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return the same memory as bytes: what is only moved may have a dtype that backends do not know.
+
+    Shapes:
+        flat [n], any dtype -> [n * itemsize] uint8
+    """
+    return flat.view(torch.uint8)
+
+
 def start_all_gather(flat: Tensor, shard_numel: int, group: dist.ProcessGroup | None) -> list[dist.Work]:
     """Start one broadcast per rank, of its own range of `flat`.
 
@@ -72,7 +81,7 @@ def start_all_gather(flat: Tensor, shard_numel: int, group: dist.ProcessGroup | 
     """
     if group is None:
         return []
-    shards = flat.split(shard_numel)
+    shards = as_bytes(flat).split(shard_numel * flat.element_size())
     return [dist.broadcast(shard, src=rank, group=group, async_op=True) for rank, shard in enumerate(shards)]
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from zero_strategy import root_methods
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError, ConfigError, ShardingError
@@ -99,7 +100,7 @@ class ZeroStrategyHooks(_Base):  # type: ignore[misc]
         A model that needs stage 3 need not fit on one device whole: the engine moves it there shard by shard.
         """
         with super().tensor_init_context(empty_init):
-            if self._zero_config.stage < 3:
+            if not self._zero_config.shards_params:
                 yield
             else:
                 with torch.device("cpu"):  # the innermost device context counts
@@ -151,7 +152,7 @@ class ZeroStrategyHooks(_Base):  # type: ignore[misc]
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the user's optimizers and schedulers, and shard each optimizer."""
         self._reset_optimizers_and_schedulers()
-        _forget_optimizers(self.engine)
+        self.engine.release_optimizers()
         super().setup_optimizers(trainer)
         # Lightning puts a stand-in where `configure_optimizers` returns None; it holds none of the module's
         # parameters.
@@ -287,9 +288,7 @@ def make_strategy(namespace: str) -> Any:
 
 def find_engine(module: torch.nn.Module) -> ZeroEngine | None:
     """Return the engine that shards a module, whichever strategy or script built it, or None."""
-    # The engine hangs `no_sync` on the root module, and nothing else anywhere.
-    method = vars(module).get("no_sync")
-    engine = getattr(getattr(method, "_function", None), "__self__", None)
+    engine = root_methods.owner_of(module)
     return engine if isinstance(engine, ZeroEngine) else None
 
 
@@ -298,16 +297,9 @@ def _holds_params_of(engine: ZeroEngine, module: torch.nn.Module) -> bool:
     return held == {id(param) for param in module.parameters()}
 
 
-def _forget_optimizers(engine: ZeroEngine) -> None:
-    """Make room for the optimizers of another fit, which start anew as with any strategy; masters stay."""
-    for optimizer in engine.optimizers:
-        optimizer.state.clear()
-    engine.optimizers.clear()
-
-
 def _give_up(engine: ZeroEngine, config: ZeroConfig, precision: str) -> None:
     """Take an engine off a module that this run wants sharded otherwise, if that leaves it whole."""
-    if engine.config.stage < 3:
+    if not engine.config.shards_params:
         engine.close()
         return
     raise ConfigError(
@@ -345,7 +337,7 @@ def _empty_strategy(namespace: str) -> Any:
 
 
 def _refuse_spawn(config: ZeroConfig, start_method: str) -> None:
-    if config.stage < 3 or start_method == "popen":
+    if not config.shards_params or start_method == "popen":
         return
     raise ConfigError(
         what=f"start_method={start_method!r} cannot be used at stage 3.",

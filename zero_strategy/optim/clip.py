@@ -29,7 +29,7 @@ def global_norm(slices: Iterable[Tensor], norm_type: float, collectives: Collect
         [] fp32
     """
     norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in slices]
-    own = torch.stack(norms).cpu() if norms else torch.zeros(1, dtype=torch.float64)
+    own = torch.stack(norms).cpu() if norms else torch.zeros(1, dtype=torch.float64, device="cpu")
     if math.isinf(norm_type):
         total = collectives.stack(own.max().reshape(1)).max()
     else:

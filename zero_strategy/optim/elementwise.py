@@ -2,8 +2,7 @@
 
 Right on slices is only an update of each element from its own gradient and state (Fact 1 of the ZeRO
 derivation: the update is separable). torch's element-wise classes are known by name, the well-known others
-are refused by name
-with their reason, and any other class is tried: on a small tensor, whole and in slices.
+are refused by name with their reason, and any other class is tried: on a small tensor, whole and in slices.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def _same_on_slices(optimizer: Optimizer, settings: dict[str, Any]) -> bool:
     """Step a matrix whole, and slices of it each on its own as ranks would, and compare."""
     device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
     generator = torch.Generator().manual_seed(0)
-    weights, *grads = (torch.randn(16, 16, generator=generator).to(device) for _ in range(4))
+    weights, *grads = (torch.randn(16, 16, generator=generator, device="cpu").to(device) for _ in range(4))
     whole = _stepped(optimizer, settings, weights, grads)
     flat_grads = [grad.reshape(-1).split(_TRIAL_SLICE_NUMEL) for grad in grads]
     pieces = [

@@ -209,7 +209,9 @@ def _text_of(value: Any) -> str:
 
 
 def _scalar(kind: list[Any]) -> Any:
-    return kind[1] if kind[0] == "plain" else torch.tensor(kind[2], dtype=getattr(torch, kind[1]))
+    return (
+        kind[1] if kind[0] == "plain" else torch.tensor(kind[2], dtype=getattr(torch, kind[1]), device="cpu")
+    )
 
 
 def _fqn(optimizer: SlicedOptimizer, param: torch.nn.Parameter) -> str:

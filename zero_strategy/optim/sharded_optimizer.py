@@ -23,6 +23,7 @@ from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.ledger import MemoryUse
 from zero_strategy.errors import ConfigError
 from zero_strategy.layout import ShardSlice
+from zero_strategy.log import log_once
 from zero_strategy.optim import full_state
 from zero_strategy.optim.clip import clip_coefficient, global_norm
 from zero_strategy.optim.places import Place, SliceState
@@ -36,11 +37,13 @@ class StepSettings:
     Attributes:
         before_step: Called when a step begins; lets go of whole parameters that are about to be outdated.
         after_step: Called when it has ended and the parameters agree.
+        is_syncing: Whether an accumulation window ends here; inside `no_sync` there is nothing to clip yet.
         gradient_clipping: Norm to clip at in `step()` if nobody has clipped since the last one; 0 for none.
         sub_group_numel: Master elements stepped at a time; bounds the fp32 copies of 16-bit gradients.
     """
 
     before_step: Callable[[], None]
+    is_syncing: Callable[[], bool]
     after_step: Callable[[], None]
     gradient_clipping: float = 0.0
     sub_group_numel: int = 1_000_000_000
@@ -162,8 +165,10 @@ class ShardedOptimizer(Optimizer):
         run = self._run
         own = (grad for bucket, wanted in self._params_of() for grad in bucket.own_grads(wanted))
         norm = global_norm(own, float(norm_type), run.collectives)
+        norm = norm.to(self.buckets[0].flat.device) if self.buckets else norm
+        if not self._may_clip():
+            return norm
         run.clip_coefficient = float(clip_coefficient(norm, float(max_norm)))
-        run.was_clipped = True
         # A coefficient of NaN must spoil the gradients, as it would in torch; so this asks for "not 1".
         if run.clip_coefficient != 1.0:
             for grad in self._grads():
@@ -172,9 +177,17 @@ class ShardedOptimizer(Optimizer):
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of the averaged gradients to [-clip_value, clip_value]."""
-        self._run.was_clipped = True
+        if not self._may_clip():
+            return
         for grad in self._grads():
             grad.clamp_(-clip_value, clip_value)
+
+    def _may_clip(self) -> bool:
+        if not self._run.settings.is_syncing():
+            log_once("Clipping inside no_sync() does nothing: the gradients are still being accumulated.")
+            return False
+        self._run.was_clipped = True
+        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters.
