@@ -189,7 +189,7 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--steps", type=int, default=30, help="optimizer steps")
+    add("--steps", type=int, default=20, help="optimizer steps")
     add("--seed", type=int, default=0, help="chooses what is trained on, and in which order")
     add("--devices", type=int, default=2, help="ranks: GPUs if there are that many, else CPU processes")
     add("--strategy", default="zero3", choices=["zero1", "zero2", "zero3"], help="ZeRO stage")

@@ -47,12 +47,10 @@ def without_torch_function() -> AbstractContextManager[None]:
     return context
 
 
-def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, bool, Any]:
-    """Read the arguments of `Tensor.to`: device, dtype, non_blocking, memory_format."""
-    parsed: tuple[torch.device | None, torch.dtype | None, bool, Any] = torch._C._nn._parse_to(
-        *args, **kwargs
-    )  # E501X  # E501X
-    return parsed
+def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """Return the device and the dtype among the arguments of `Tensor.to`, None for what is not given."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype
 
 
 def native_all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -34,8 +34,8 @@ _ANSWERED = frozenset([
     "retains_grad", "storage_offset", "register_hook", "register_post_accumulate_grad_hook",
     "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_base", "_is_view", "_is_zerotensor",
     "__hash__", "__len__", "type", "is_same_size", "data_ptr", "is_shared", "untyped_storage",
-    "_has_symbolic_sizes_strides", "_has_compatible_shallow_copy_type", "name", "volatile", "
-    ""_python_dispatch",
+    "_has_symbolic_sizes_strides", "_has_compatible_shallow_copy_type", "name", "volatile",
+    "_python_dispatch",
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
     "new_empty", "new_ones", "new_full", "new_tensor",
 ])  # fmt: skip
@@ -126,7 +126,7 @@ def _attribute(func: Callable[..., Any]) -> str:
 
 def _is_there_already(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Tell whether `.to(...)` would change nothing: front ends move models that are where they should be."""
-    device, dtype, _, _ = parse_to(*args, **kwargs)
+    device, dtype = parse_to(*args, **kwargs)
     same_kind = device is None or device.type == tensor.device.type
     same_index = device is None or device.index in (None, tensor.device.index)
     return same_kind and same_index and dtype in (None, tensor.dtype)

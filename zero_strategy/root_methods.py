@@ -1,7 +1,7 @@
 """What the engine hangs on the root module: `no_sync`, `zero_grad`, and a hook after `load_state_dict`.
 
-Accelerate looks for `model.no_sync`; transformers clears gradients by `model.zero_grad()` alone. All come off again
-with `remove`. A deep copy of the module gets plain ones: the engine is not copied.
+Accelerate looks for `model.no_sync`; transformers clears gradients by `model.zero_grad()` alone. All come off
+again with `remove`. A deep copy of the module gets plain ones: the engine is not copied.
 """
 
 from __future__ import annotations
