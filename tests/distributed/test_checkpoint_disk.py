@@ -182,8 +182,10 @@ def save_for_consolidation(folder: Path) -> None:
         train(engine.model, optimizer, 2)
         engine.save_checkpoint(folder / name)
         whole = whole_state(engine)["weights"]
+        masters = engine.full_state_dict(dtype=torch.float32)
         if rank() == 0:
             torch.save(whole, folder / f"{name}.pt")
+            torch.save(masters, folder / f"{name}-masters.pt")
 
 
 def test_a_consolidated_checkpoint_loads_strictly_into_the_plain_model(tmp_path: Path) -> None:
@@ -214,6 +216,8 @@ def test_a_consolidated_bf16_checkpoint_can_give_its_fp32_masters(tmp_path: Path
     assert master.dtype == torch.float32
     assert torch.equal(master.bfloat16(), rounded["shared.weight"])
     assert not torch.equal(master, rounded["shared.weight"].float())
+    masters = torch.load(tmp_path / "bf16-masters.pt", weights_only=False)
+    assert_same(found, {name: masters[name] for name in found})
 
 
 def test_the_manifest_names_what_a_reader_needs(tmp_path: Path) -> None:
