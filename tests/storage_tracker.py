@@ -1,9 +1,9 @@
 """Sees every tensor storage that comes to life, whoever makes it, and what is alive at every operation.
 
-A witness for memory claims that asks nobody: a dispatch mode notes the storage of every operation's results, weakly,
-and looks at all of them after each operation and after each change of a storage's size. It sees what torch's own
-operations allocate on this thread, autograd's included (on a CPU the backward runs on the thread that calls it); it
-does not see Python's bytes, memory maps, or what a collective needs inside.
+A witness for memory claims that asks nobody: a dispatch mode notes the storage of every operation's results,
+weakly, and looks at all of them after each operation and after each change of a storage's size. It sees what
+torch's own operations allocate on this thread, autograd's included (on a CPU the backward runs on the thread
+that calls it); it does not see Python's bytes, memory maps, or what a collective needs inside.
 """
 
 from __future__ import annotations

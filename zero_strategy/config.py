@@ -110,8 +110,9 @@ class ZeroOptimization(_Block):
     flight holds unsharded."""
     overlap_comm: StrictBool = True
     """Reductions run while backward goes on; false: each is waited for at once. The numbers are the same."""
-    sub_group_size: Count = 1_000_000_000
-    """Master elements the optimizer steps at a time. Default as in DeepSpeed."""
+    sub_group_size: Count = 25_000_000
+    """Master elements the optimizer steps at a time, at least one bucket. Bounds the fp32 copies of 16-bit
+    gradients that exist during a step, which DeepSpeed's default of 1e9 hardly does."""
     stage3_param_persistence_threshold: CountOrZero = 100_000
     """Parameters with fewer elements stay whole at stage 3. Default as in DeepSpeed."""
     stage3_prefetch_bucket_size: CountOrZero = 50_000_000

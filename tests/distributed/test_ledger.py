@@ -1,9 +1,9 @@
 """What the ledger says was sent is what the formulas say, and what the kernel saw.
 
-Oracle: sums over buckets of (gathers + reductions) x padded size x (N-1)/N, each written out where it is used; padded
-sizes come from the shapes through `BucketLayout`, never from the engine. The second witness is the kernel's counter of
-the loopback device, read in a network namespace where nothing else sends.
-Tolerance: none for the formulas. One percent for the kernel, which also counts headers and acknowledgements.
+Oracle: sums over buckets of (gathers + reductions) x padded size x (N-1)/N, each written out where it is
+used; padded sizes come from the shapes through `BucketLayout`, never from the engine. The second witness is
+the kernel's counter of the loopback device, read in a network namespace where nothing else sends. Tolerance:
+none for the formulas. One percent for the kernel, which also counts headers and acknowledgements.
 """
 
 from __future__ import annotations
@@ -32,8 +32,18 @@ from zero_strategy.estimate import BucketTraffic, bucket_traffic_bytes, traffic_
 from zero_strategy.layout import BucketLayout
 
 WIDTH, INNER, DEPTH = 15, 7, 4
-UNIT = [("up.weight", (INNER, WIDTH)), ("up.bias", (INNER,)), ("down.weight", (WIDTH, INNER)), ("down.bias", (WIDTH,))]
-ROOT = [("stem.weight", (WIDTH, WIDTH)), ("stem.bias", (WIDTH,)), ("norm.weight", (WIDTH,)), ("norm.bias", (WIDTH,))]
+UNIT = [
+    ("up.weight", (INNER, WIDTH)),
+    ("up.bias", (INNER,)),
+    ("down.weight", (WIDTH, INNER)),
+    ("down.bias", (WIDTH,)),
+]
+ROOT = [
+    ("stem.weight", (WIDTH, WIDTH)),
+    ("stem.bias", (WIDTH,)),
+    ("norm.weight", (WIDTH,)),
+    ("norm.bias", (WIDTH,)),
+]
 
 
 class Unit(nn.Module):
@@ -48,7 +58,7 @@ class Unit(nn.Module):
 
 
 class Chain(nn.Module):
-    """A plain chain: stem and norm belong to the root, the units between them are used in turn, as `path` says."""
+    """A plain chain: stem and norm belong to the root, the units between them are used as `path` says."""
 
     def __init__(self, recompute: str | None = None, path: list[int] | None = None) -> None:
         super().__init__()
@@ -114,8 +124,12 @@ def build(stage: int, model: nn.Module, **settings: Any) -> tuple[zs.ZeroEngine,
 
 def check(sent: dict[str, int], *, gathered: int, reduced: int) -> None:
     """Compare; nothing but the two big collectives and some control messages may have been used."""
-    assert sent["all_gather"] == gathered, f"all-gather: {sent['all_gather']} bytes, the formula says {gathered}"
-    assert sent["reduce_scatter"] == reduced, f"reduce-scatter: {sent['reduce_scatter']}, the formula says {reduced}"
+    assert sent["all_gather"] == gathered, (
+        f"all-gather: {sent['all_gather']} bytes, the formula says {gathered}"
+    )
+    assert sent["reduce_scatter"] == reduced, (
+        f"reduce-scatter: {sent['reduce_scatter']}, the formula says {reduced}"
+    )
     assert sent["all_reduce"] == 0
 
 
@@ -193,13 +207,17 @@ def test_accumulation_reduces_once_below_stage_2_and_each_micro_batch_above() ->
         check(sent, gathered=gathered_3, reduced=sent_by(BucketTraffic(units + root, 4, 0, num_micro)))
     with subtest("stage 2, whole gradients between micro-batches"):
         sent = one_step(*build(2, Chain(), accumulate_whole_gradients=True), num_micro, no_sync=True)
-        check(sent, gathered=sent_by(BucketTraffic(psi, 4, 1, 0)), reduced=sent_by(BucketTraffic(psi, 4, 0, 1)))
+        check(
+            sent, gathered=sent_by(BucketTraffic(psi, 4, 1, 0)), reduced=sent_by(BucketTraffic(psi, 4, 0, 1))
+        )
     with subtest("stage 3, whole gradients between micro-batches"):
         sent = one_step(*build(3, Chain(), accumulate_whole_gradients=True), num_micro, no_sync=True)
         check(sent, gathered=gathered_3, reduced=sent_by(BucketTraffic(units + root, 4, 0, 1)))
     with subtest("stage 1, a reduction in every backward"):
         sent = one_step(*build(1, Chain()), num_micro)
-        check(sent, gathered=sent_by(BucketTraffic(psi, 4, 1, 0)), reduced=sent_by(BucketTraffic(psi, 4, 0, 3)))
+        check(
+            sent, gathered=sent_by(BucketTraffic(psi, 4, 1, 0)), reduced=sent_by(BucketTraffic(psi, 4, 0, 3))
+        )
 
 
 @distributed(world_size=2)
@@ -299,7 +317,7 @@ def test_the_report_shows_counts_beside_formulas_and_the_padding_between() -> No
             assert text.isascii() and max(map(len, text.splitlines())) <= 160
 
 
-# -- the kernel as a witness ------------------------------------------------------------------------------------------
+# -- the kernel as a witness --
 
 MIB = 1 << 20
 NAMESPACES = (["unshare", "--net"], ["unshare", "--map-root-user", "--net"])
@@ -375,7 +393,9 @@ def test_the_kernel_has_sent_what_the_ledger_says(stage: int) -> None:
     if run is None:
         pytest.skip("no network namespace of one's own: `unshare --net` is not allowed here")
     assert run.returncode == 0, run.stderr[-4000:]
-    steps = [tuple(map(int, line.split()[1:])) for line in run.stdout.splitlines() if line.startswith("step ")]
+    steps = [
+        tuple(map(int, line.split()[1:])) for line in run.stdout.splitlines() if line.startswith("step ")
+    ]
     assert len(steps) == 5, run.stdout
     assert all(counted >= 64 * MIB for _, counted in steps), steps
     ratio = statistics.median(sent / counted for sent, counted in steps)

@@ -46,7 +46,7 @@ class StepSettings:
     is_syncing: Callable[[], bool]
     after_step: Callable[[], None]
     gradient_clipping: float = 0.0
-    sub_group_numel: int = 1_000_000_000
+    sub_group_numel: int = 25_000_000
 
 
 @dataclass
