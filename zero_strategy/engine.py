@@ -218,16 +218,12 @@ class ZeroEngine:
                 Otherwise the block must not write: at stage 3 it would be lost, below it would be overwritten
                     by the next step.
         """
-        sharded = [bucket for bucket in self.buckets if bucket.policy.shard_params]
-        self._lifecycle.hold(sharded)
-        try:
+        with self._lifecycle.all_whole():
             yield
             if writeback:
                 for bucket in self.buckets:
                     bucket.take_written()
                 self._masters.refresh()
-        finally:
-            self._lifecycle.let_go(sharded, keeps_root=False)
 
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
         """Return the averaged gradient of a parameter, whole. Collective.

@@ -15,7 +15,8 @@ one in use and the one gathered ahead.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -132,19 +133,29 @@ class ParamLifecycle:
             self._num_users[bucket] += 1
             self._make_whole(bucket)
 
-    def let_go(self, buckets: Sequence[Bucket], *, keeps_root: bool = True) -> None:
-        """Undo one `hold`; a bucket that nobody holds is resharded, unless a backward needs it at once.
-
-        Args:
-            buckets: What was held.
-            keeps_root: Whether a root that gradients may be asked of stays whole for its backward.
-        """
+    def let_go(self, buckets: Sequence[Bucket]) -> None:
+        """Undo one `hold`; a bucket that nobody holds is resharded, unless a backward needs it soon."""
         in_backward = compat.current_backward() != -1
         for bucket in buckets:
             self._num_users[bucket] -= 1
-            stays = keeps_root and bucket.is_root and torch.is_grad_enabled()
+            stays = bucket.is_root and torch.is_grad_enabled()
             if bucket.is_whole and not (self._num_users[bucket] or stays or in_backward):
                 bucket.reshard()
+
+    @contextmanager
+    def all_whole(self) -> Iterator[None]:
+        """Make everything whole for a block of code, outside of any iteration. Collective."""
+        for bucket in self._buckets:
+            self._num_users[bucket] += 1
+            if not bucket.is_whole:
+                self._gather(bucket)
+        try:
+            yield
+        finally:
+            for bucket in self._buckets:
+                self._num_users[bucket] -= 1
+                if bucket.is_whole and not self._num_users[bucket]:
+                    bucket.reshard()
 
     def release_idle(self) -> None:
         """Reshard every bucket that nobody holds, and let go of what was gathered ahead."""
@@ -163,10 +174,13 @@ class ParamLifecycle:
             self._make_room(bucket)
         elif torch.is_grad_enabled():
             self._uses_left[bucket] += 1
-        handle = self._under_way.pop(bucket, None) or bucket.start_unshard()
-        bucket.finish_unshard(handle)
+        self._gather(bucket)
         self.order.append(bucket)
         self._gather_ahead()
+
+    def _gather(self, bucket: Bucket) -> None:
+        handle = self._under_way.pop(bucket, None) or bucket.start_unshard()
+        bucket.finish_unshard(handle)
 
     def _make_room(self, wanted: Bucket) -> None:
         """Let go of the units a backward has passed. See [Note: When a bucket may go]."""
