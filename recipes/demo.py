@@ -220,6 +220,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Run the demo."""
     args = parse_args()
+    # Training excepted, where Lightning shares out the cores: threads are slow together on a busy machine.
+    torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec).*")

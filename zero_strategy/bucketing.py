@@ -256,8 +256,17 @@ def _descend(module: nn.Module, config: ZeroConfig, prefix: str = "") -> Iterato
 
 
 def _has_layers(module: nn.Module) -> bool:
-    lists = (inner for inner in module.modules() if isinstance(inner, nn.ModuleList))
-    return any(sum(next(member.parameters(), None) is not None for member in inner) > 1 for inner in lists)
+    """Tell whether a module is a stack of blocks, rather than a block."""
+    return any(_is_stack(inner) for inner in module.modules())
+
+
+def _is_stack(module: nn.Module) -> bool:
+    members = [member for member in module.children() if next(member.parameters(), None) is not None]
+    if isinstance(module, nn.Sequential):
+        # Of blocks, as in a ResNet; Linear, activation, Linear is one block.
+        composed = Counter(type(member) for member in members if next(member.children(), None) is not None)
+        return max(composed.values(), default=0) > 1
+    return isinstance(module, nn.ModuleList) and len(members) > 1
 
 
 def _is_leaf(module: nn.Module, fqn: str, config: ZeroConfig) -> bool:
