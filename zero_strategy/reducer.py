@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -36,6 +37,30 @@ from zero_strategy.comm.collectives import Collectives, Handle
 from zero_strategy.errors import ShardingError
 from zero_strategy.log import log_event
 from zero_strategy.passes import BackwardPass
+
+
+@dataclass
+class _Progress:
+    """How far the reductions of one backward have come; lists have an entry per bucket."""
+
+    fired: list[list[int]]  # for each parameter, how often its gradient has come in
+    was_stashed: list[list[bool]]  # for each parameter, whether the reduction took a gradient of it
+    is_reduced: list[bool]
+    is_late: list[bool]  # a gradient came in after the reduction
+    ready: list[int]  # positions of the buckets that had all they expected, in that order
+    turn: int  # how many of the agreed order have been reduced
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket]) -> _Progress:
+        """Return the state before a backward."""
+        return cls(
+            fired=[[0] * len(bucket.params) for bucket in buckets],
+            was_stashed=[[] for _ in buckets],
+            is_reduced=[False] * len(buckets),
+            is_late=[False] * len(buckets),
+            ready=[],
+            turn=0,
+        )
 
 
 class GradReducer:
@@ -112,34 +137,34 @@ class GradReducer:
         assert param.grad is not None, bucket.layout.params[index].fqn
         bucket.stash(index, param.grad, accumulates=not self._reduces_now())
         param.grad = None
-        self._fired[position][index] += 1
+        self._progress.fired[position][index] += 1
         if not self._reduces_now():
             return
-        if self._is_reduced[position]:
+        if self._progress.is_reduced[position]:
             # Re-entrant checkpointing delivers a shared parameter's gradient in parts. Next time it is waited
             # for.
-            self._is_late[position] = True
-        elif not self._by_pass and position not in self._ready and self._is_ready(position):
-            self._ready.append(position)
+            self._progress.is_late[position] = True
+        elif not self._by_pass and position not in self._progress.ready and self._is_ready(position):
+            self._progress.ready.append(position)
             self._reduce_in_order()
 
     def on_passed(self, bucket: Bucket) -> None:
         """Note that the backward has passed on from a bucket's unit; all ranks do so at the same point."""
         position = self._position_of.get(bucket)
-        if position is not None and self._reduces_now() and not self._is_reduced[position]:
+        if position is not None and self._reduces_now() and not self._progress.is_reduced[position]:
             self._reduce(position)
 
     def _is_ready(self, position: int) -> bool:
-        fired, expected = self._fired[position], self._expected[position]
+        fired, expected = self._progress.fired[position], self._expected[position]
         return all(count >= wanted for count, wanted in zip(fired, expected, strict=True))
 
     def _reduce_in_order(self) -> None:
         """Reduce every bucket whose turn it is."""
-        while self._turn < len(self._order):
-            position = self._order[self._turn]
-            if position not in self._ready:
+        while self._progress.turn < len(self._order):
+            position = self._order[self._progress.turn]
+            if position not in self._progress.ready:
                 return
-            self._turn += 1
+            self._progress.turn += 1
             self._reduce(position)
 
     def _reduce(self, position: int) -> None:
@@ -147,8 +172,8 @@ class GradReducer:
         self._wait()
         bucket = self._buckets[position]
         # Gradients of earlier backwards under `no_sync` count as used too.
-        self._was_stashed[position] = list(bucket.stashed)
-        self._is_reduced[position] = True
+        self._progress.was_stashed[position] = list(bucket.stashed)
+        self._progress.is_reduced[position] = True
         self._last_handle = bucket.start_reduce()
         if not self._overlap:
             self._wait()
@@ -162,7 +187,7 @@ class GradReducer:
         self._check_frozen()
         if self._reduces_now():
             for position in self._order:
-                if not self._is_reduced[position]:
+                if not self._progress.is_reduced[position]:
                     self._reduce(position)
             used, late = self._exchange_usage()
             for position in self._order:
@@ -172,7 +197,7 @@ class GradReducer:
             self._tell_unused(used)
             for bucket, bucket_used in zip(self._buckets, used, strict=True):
                 bucket.has_grad = [a or b for a, b in zip(bucket.has_grad, bucket_used, strict=True)]
-            self._expected = [[max(1, count) for count in fired] for fired in self._fired]
+            self._expected = [[max(1, count) for count in fired] for fired in self._progress.fired]
         self._forget_backward()
 
     def _exchange_usage(self) -> tuple[list[list[bool]], list[bool]]:
@@ -182,12 +207,14 @@ class GradReducer:
         combined by maximum. What was gathered travels along with its complement: two maxima that complement
         each other are one value.
         """
-        new_order = self._ready + [position for position in self._order if position not in self._ready]
+        new_order = self._progress.ready + [
+            position for position in self._order if position not in self._progress.ready
+        ]
         message: list[bool] = []
-        for fired_here, stashed_here in zip(self._fired, self._was_stashed, strict=True):
+        for fired_here, stashed_here in zip(progress.fired, progress.was_stashed, strict=True):
             pairs = zip(fired_here, stashed_here, strict=True)
             message += [fired > 0 or stashed for fired, stashed in pairs]
-        message += self._is_late
+        message += progress.is_late
         message.append(self._collectives.rank == 0 and new_order != self._order)
         gathered = self._gather_order()
         flags = torch.tensor(
@@ -215,14 +242,8 @@ class GradReducer:
     def _forget_backward(self) -> None:
         """Start afresh for the next backward."""
         self._collectives.end_reductions()
-        num_buckets = len(self._buckets)
         self._order = self._next_order
-        self._fired = [[0] * len(bucket.params) for bucket in self._buckets]
-        self._is_reduced = [False] * num_buckets
-        self._is_late = [False] * num_buckets
-        self._was_stashed: list[list[bool]] = [[] for _ in self._buckets]
-        self._ready: list[int] = []
-        self._turn = 0
+        self._progress = _Progress.of(self._buckets)
 
     # -- helpers --
 

@@ -112,8 +112,7 @@ def consolidate(
 
     Raises:
         CheckpointError: The checkpoint is damaged, the selection is empty or ambiguous, `out` holds other
-        files, or
-            the disk has too little space.
+            files, or the disk has too little space.
     """
     options = options or ConsolidateOptions()
     target = Path(os.path.realpath(out))

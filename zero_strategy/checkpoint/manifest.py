@@ -89,8 +89,7 @@ class Manifest(Record):
         Args:
             folder: The checkpoint.
             check_files: Also check every file's presence, size, id and contents table (not its data). One
-            rank
-                suffices where all ranks see one file system.
+                rank suffices where all ranks see one file system.
 
         Raises:
             CheckpointError: The folder is missing, incomplete, foreign, from a newer version, or damaged.
@@ -110,8 +109,7 @@ class Manifest(Record):
 
         Raises:
             CheckpointError: A file is missing or has another size than declared (often: the folder is not
-            on a
-                file system all ranks share), a tensor is not covered, or the disk refuses.
+                on a file system all ranks share), a tensor is not covered, or the disk refuses.
         """
         path = Path(folder)
         _check_references(path, self)
