@@ -207,9 +207,8 @@ class GradReducer:
         combined by maximum. What was gathered travels along with its complement: two maxima that complement
         each other are one value.
         """
-        new_order = self._progress.ready + [
-            position for position in self._order if position not in self._progress.ready
-        ]
+        progress = self._progress
+        new_order = progress.ready + [place for place in self._order if place not in progress.ready]
         message: list[bool] = []
         for fired_here, stashed_here in zip(progress.fired, progress.was_stashed, strict=True):
             pairs = zip(fired_here, stashed_here, strict=True)
