@@ -189,6 +189,20 @@ def describe_model(model: nn.Module) -> list[str]:
     ]
 
 
+def summarize(plans: list[BucketPlan], world_size: int) -> str:
+    """Return one line that says what is stored in what, for the log."""
+    numels: Counter[str] = Counter()
+    for plan in plans:
+        dtype = str(plan.dtype).removeprefix("torch.")
+        has_masters = plan.trainable and plan.dtype.itemsize < 4
+        kind = f"trainable in {dtype}{' with fp32 masters' if has_masters else ''}"
+        numels[kind if plan.trainable else f"frozen in {dtype}"] += sum(
+            param.numel() for param in plan.params
+        )
+    parts = ", ".join(f"{numel:,} {kind}" for kind, numel in numels.items())
+    return f"Sharding over {world_size} ranks, {len(plans)} buckets: parameters {parts or 'none'}."
+
+
 # -- helpers --
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zero_strategy import root_methods
 from zero_strategy.bucket import Bucket
-from zero_strategy.bucketing import check_model, describe_model, plan_buckets
+from zero_strategy.bucketing import check_model, describe_model, plan_buckets, summarize
 from zero_strategy.checkpoint import full_weights, save_load
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.ledger import Ledger, MemoryUse
@@ -25,7 +25,7 @@ from zero_strategy.comm.topology import Topology
 from zero_strategy.config import ZeroConfig
 from zero_strategy.errors import CheckpointError, ConfigError, ShardingError
 from zero_strategy.lifecycle import ParamLifecycle
-from zero_strategy.log import log_once
+from zero_strategy.log import log_event, log_once
 from zero_strategy.module_buffers import BufferBroadcaster
 from zero_strategy.optim import full_state
 from zero_strategy.optim.elementwise import check_elementwise
@@ -90,6 +90,7 @@ class ZeroEngine:
 
         names = {id(param): fqn for fqn, param in model.named_parameters()}
         plans = plan_buckets(model, self.config)
+        log_event(summarize(plans, topology.world_size))
         wide = torch.float32 if self.config.data_types.grad_accum_dtype == "fp32" else None
         self.buckets = [
             Bucket(index, plan, self._collectives, device=where, names=names, grad_dtype=wide)
