@@ -62,6 +62,11 @@ class ParamState:
             param.__class__ = kind
         set_versions(self.params, [FREED_VERSION] * len(self.params))
 
+    def is_bound(self, index: int) -> bool:
+        """Tell whether a whole parameter still has the memory that `show` gave it."""
+        param, view = self.params[index], self._views[index]
+        return param.dtype == view.dtype and (not view.numel() or param.data_ptr() == view.data_ptr())
+
     def note_write(self, is_whole: bool) -> None:
         """Tell autograd that the values have changed, as an in-place update by a plain optimizer would."""
         if is_whole:
@@ -315,6 +320,10 @@ class Bucket:
         self._own_range(whole).copy_(shard)
         self._collectives.all_gather(whole, self.name).wait()
         return whole
+
+    def is_bound(self, index: int) -> bool:
+        """Tell whether a parameter is where the bucket has put it; a sharded one cannot be elsewhere."""
+        return not self.is_whole or self.state.is_bound(index)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return each parameter's values in a whole flat buffer of this layout."""

@@ -152,6 +152,13 @@ def find_units(model: nn.Module, config: ZeroConfig) -> dict[nn.Module, nn.Modul
 
 def check_model(model: nn.Module) -> ConfigError | None:
     """Return why a model cannot be sharded, or None."""
+    lazy = [fqn for fqn, param in model.named_parameters() if isinstance(param, nn.UninitializedParameter)]
+    if lazy:
+        return ConfigError(
+            what=f"Parameter {lazy[0]!r} has no shape yet: it is made by the first forward of a lazy module.",
+            why="Nothing can be laid out without shapes.",
+            fix="Run one forward of the model before sharding it.",
+        )
     devices = {param.device for param in model.parameters()}
     tensors = [*model.named_parameters(), *model.named_buffers()]
     meta = [fqn for fqn, tensor in tensors if tensor.is_meta]
@@ -209,6 +216,20 @@ def summarize(plans: list[BucketPlan], world_size: int) -> str:
 def _check_parameters(model: nn.Module) -> ConfigError | None:
     spans: list[tuple[int, int, str]] = []
     for fqn, param in model.named_parameters():
+        if param.dtype == torch.float16 and param.requires_grad:
+            return ConfigError(
+                what=f"Parameter {fqn!r} is trainable in float16.",
+                why="Training in fp16 needs loss scaling, which is not built yet: small gradients would "
+                "vanish.",
+                fix="Use bf16 (model.bfloat16(), or bf16={'enabled': True} over an fp32 model), or freeze "
+                "it.",
+            )
+        if param.is_complex():
+            return ConfigError(
+                what=f"Parameter {fqn!r} is complex ({param.dtype}).",
+                why="Gradients are averaged in real arithmetic.",
+                fix="Keep its real and imaginary parts as a real parameter (torch.view_as_real).",
+            )
         # A parameter that is itself a distributed tensor has no plain storage to flatten.
         if type(param.data) is not Tensor:
             return ConfigError(

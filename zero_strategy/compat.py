@@ -47,6 +47,11 @@ def without_torch_function() -> AbstractContextManager[None]:
     return context
 
 
+def post_accumulate_hooks(param: Tensor) -> list[Callable[..., object]]:
+    """Return the hooks that run when a parameter's gradient has been accumulated."""
+    return list((param._post_accumulate_grad_hooks or {}).values())
+
+
 def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
     """Return the device and the dtype among the arguments of `Tensor.to`, None for what is not given."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)

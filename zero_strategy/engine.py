@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy import root_methods
-from zero_strategy.bucket import Bucket
+from zero_strategy.bucket import FREED_VERSION, Bucket
 from zero_strategy.bucketing import check_model, describe_model, plan_buckets, summarize
 from zero_strategy.checkpoint import full_weights, save_load
 from zero_strategy.comm.collectives import Collectives
@@ -24,6 +24,7 @@ from zero_strategy.comm.ledger import Ledger, MemoryUse
 from zero_strategy.comm.topology import Topology
 from zero_strategy.config import ZeroConfig
 from zero_strategy.errors import CheckpointError, ConfigError, ShardingError
+from zero_strategy.intact import check_intact
 from zero_strategy.lifecycle import ParamLifecycle
 from zero_strategy.log import log_event, log_once
 from zero_strategy.module_buffers import BufferBroadcaster
@@ -33,7 +34,7 @@ from zero_strategy.optim.places import Place
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer, StepSettings, check_params
 from zero_strategy.passes import BackwardPass, ForwardPass
 from zero_strategy.precision import Masters
-from zero_strategy.reducer import GradReducer
+from zero_strategy.reducer import GradReducer, is_watched
 from zero_strategy.report import write_report
 
 
@@ -81,7 +82,7 @@ class ZeroEngine:
         self.model = model
         self.ledger = Ledger()
         self._collectives = Collectives(topology, self.ledger)
-        self._collectives.agree(_check_unused(model) or check_model(model))
+        self._collectives.agree(_check_not_sharded(model) or check_model(model))
         self.config = _agreed_config(config, self._collectives)
         self._collectives.require_same(describe_model(model), "The model")
         log_once(self.config.describe())
@@ -132,7 +133,7 @@ class ZeroEngine:
         self.ledger.watch(self._masters.memory)
         self.ledger.watch(self._optimizer_memory)
         self.ledger.watch(self._collectives.memory)
-        self._backward.listen(on_end=self.ledger.note_backward, on_abort=self.ledger.note_backward)
+        self._backward.listen(on_end=self._on_backward_end, on_abort=self.ledger.note_backward)
         self.ledger.explain_with(self._report)
         self.ledger.reset()
 
@@ -150,12 +151,10 @@ class ZeroEngine:
             ConfigError: It is not element-wise, or holds parameters that are not the model's or not
                 trainable.
         """
+        if isinstance(optimizer, ShardedOptimizer):
+            self._collectives.agree(_sharded_already())
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        error = (
-            check_elementwise(optimizer)
-            or check_params(params, self._places)
-            or self._check_unclaimed(params)
-        )
+        error = check_elementwise(optimizer) or check_params(params, self._places, self._is_claimed)
         self._collectives.agree(error)
         self._collectives.require_same(
             full_state.describe_optimizer(optimizer, self._places), "The optimizer"
@@ -163,6 +162,7 @@ class ZeroEngine:
         settings = StepSettings(
             before_step=self._before_step,
             is_syncing=lambda: self._reducer.is_syncing,
+            is_claimed=self._is_claimed,
             after_step=self.ledger.end_step,
             gradient_clipping=self.config.gradient_clipping,
             sub_group_numel=self.config.zero_optimization.sub_group_size,
@@ -182,7 +182,19 @@ class ZeroEngine:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute and reduce gradients: `loss.backward()`, which may also depend on no parameter here."""
         before = self._backward.num_ended
-        loss.backward(**kwargs)
+        try:
+            loss.backward(**kwargs)
+        except RuntimeError as error:
+            if str(FREED_VERSION) not in str(error):
+                raise
+            raise ShardingError(
+                what="The backward needs a weight that is sharded at this moment.",
+                why="At stage 3 a unit is whole again for its backward when a gradient reaches what its "
+                "modules have returned; here a gradient came another way (a value kept aside, or a second "
+                "derivative).",
+                fix="Let the value be part of what the module returns, or run this forward and backward "
+                "inside `with engine.unsharded_params():`.",
+            ) from error
         if self._backward.num_ended == before:
             self._backward.end_unseen()
 
@@ -205,8 +217,22 @@ class ZeroEngine:
 
     def _before_step(self) -> None:
         self._backward.check()
+        self._require_intact()
         self._lifecycle.release_idle()
         self.ledger.begin_step()
+
+    def _on_backward_end(self) -> None:
+        self.ledger.note_backward()
+        if not self.optimizers and self._backward.num_ended == 1:
+            log_once(
+                "Gradients have been reduced in two backwards, and the engine has no optimizer. To train: "
+                "optimizer = engine.shard_optimizer(optimizer), and step what it returns."
+            )
+
+    def _require_intact(self) -> None:
+        error = check_intact(self.model, self._places)
+        if error is not None:
+            raise error
 
     # -- whole values --
 
@@ -264,6 +290,7 @@ class ZeroEngine:
             On rank 0 CPU tensors under the very keys of `model.state_dict()`, tied names sharing one tensor;
             on other ranks {}.
         """
+        self._require_intact()
         masters = self._masters if dtype == torch.float32 else None
         return full_weights.gather(
             self.model, self.buckets, self._collectives, masters, dtype=dtype, trainable_only=trainable_only
@@ -310,6 +337,7 @@ class ZeroEngine:
         Raises:
             CheckpointError: Something cannot be written; on all ranks.
         """
+        self._require_intact()
         save_load.save(self._parts(), os.fspath(path), extra)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> Any:
@@ -358,7 +386,13 @@ class ZeroEngine:
     # -- helpers --
 
     def _report(self) -> str:
-        return write_report(self.ledger, self.buckets, self.optimizers, self._collectives.world_size)
+        return write_report(
+            self.ledger,
+            self.buckets,
+            self.optimizers,
+            world_size=self._collectives.world_size,
+            stage=self.config.stage,
+        )
 
     def _optimizer_memory(self) -> MemoryUse:
         use = MemoryUse()
@@ -366,17 +400,8 @@ class ZeroEngine:
             use.add(optimizer.memory())
         return use
 
-    def _check_unclaimed(self, params: list[nn.Parameter]) -> ConfigError | None:
-        claimed = {id(param) for optimizer in self.optimizers for param in optimizer.params()}
-        for param in params:
-            if id(param) in claimed:
-                return ConfigError(
-                    what=f"Parameter {self._places[param].fqn!r} belongs to an optimizer of this "
-                    f"engine already.",
-                    why="Two optimizers would update the same master weights.",
-                    fix="Give each parameter to one optimizer, and call shard_optimizer once for each.",
-                )
-        return None
+    def _is_claimed(self, param: nn.Parameter) -> bool:
+        return any(param is held for optimizer in self.optimizers for held in optimizer.params())
 
 
 def _agreed_config(source: Any, collectives: Collectives) -> ZeroConfig:
@@ -394,11 +419,28 @@ def _agreed_config(source: Any, collectives: Collectives) -> ZeroConfig:
     return config
 
 
-def _check_unused(model: nn.Module) -> ConfigError | None:
-    if root_methods.owner_of(model) is not None:
-        return ConfigError(
-            what=f"This {type(model).__name__} is sharded already.",
-            why="A model has one engine.",
-            fix="Use the engine it has, or call its close() first (below stage 3).",
-        )
+def _sharded_already() -> ConfigError:
+    return ConfigError(
+        what="This optimizer has been through shard_optimizer already.",
+        why="It updates slices, and slices are not sharded again.",
+        fix="Call shard_optimizer once for each optimizer, with the plain torch one.",
+    )
+
+
+def _check_not_sharded(model: nn.Module) -> ConfigError | None:
+    for name, module in model.named_modules():
+        if root_methods.owner_of(module) is not None:
+            return ConfigError(
+                what=f"This {type(model).__name__} is sharded "
+                f"already{f', in part: {name!r}' if name else ''}.",
+                why="A parameter has one engine.",
+                fix="Use the engine it has, or call its close() first (below stage 3).",
+            )
+    for fqn, param in model.named_parameters():
+        if is_watched(param):
+            return ConfigError(
+                what=f"Parameter {fqn!r} belongs to another model that is sharded already.",
+                why="A parameter has one engine.",
+                fix="Shard the model that holds all its parameters, once.",
+            )
     return None

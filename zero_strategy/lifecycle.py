@@ -94,6 +94,7 @@ class ParamLifecycle:
         self.hold(used)
 
     def _post_forward(self, used: Sequence[Bucket], module: nn.Module, args: Any, output: Any) -> Any:
+        output = _without_views_of(used, output)
         if torch.is_grad_enabled():
             if module in self._routing:
                 output = _anchor(output)
@@ -231,9 +232,35 @@ class ParamLifecycle:
     def _register(self, module: nn.Module, used: list[Bucket]) -> list[torch.utils.hooks.RemovableHandle]:
         # A recomputation may end by an exception, and `always_call` lets go all the same.
         return [
-            module.register_forward_pre_hook(partial(self._pre_forward, used)),
+            # Before the hooks of users, which may read the module's weights.
+            module.register_forward_pre_hook(partial(self._pre_forward, used), prepend=True),
             module.register_forward_hook(partial(self._post_forward, used), always_call=True),
         ]
+
+
+def _without_views_of(used: Sequence[Bucket], output: Any) -> Any:
+    """Copy what a module returns of its own weights: the memory behind it is about to go.
+
+    Raises:
+        ShardingError: A view of a weight is hidden in an object whose parts cannot be replaced.
+    """
+    storages = {bucket.flat.untyped_storage().data_ptr() for bucket in used}
+
+    def is_view(tensor: Tensor) -> bool:
+        is_plain = tensor.layout == torch.strided and not isinstance(tensor, nn.Parameter)
+        return is_plain and tensor.untyped_storage().data_ptr() in storages
+
+    if not any(is_view(tensor) for tensor in tensors_in(output)):
+        return output
+    output = tree_map_only(Tensor, lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
+    if any(is_view(tensor) for tensor in tensors_in(output)):
+        raise ShardingError(
+            what=f"A module returned a view of its own weights inside a {type(output).__name__}.",
+            why="At stage 3 the weights are resharded when the module returns, and the view would point "
+            "nowhere.",
+            fix="Return a copy (`.clone()`), or a tuple, list or dict instead of the object.",
+        )
+    return output
 
 
 class _Anchor(torch.autograd.Function):

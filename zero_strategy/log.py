@@ -26,6 +26,11 @@ def get_rank() -> int:
     return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
 
 
+def get_launched_world_size() -> int:
+    """Return how many processes the launcher says it has started, 1 if there was none."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
 def log_event(message: str) -> None:
     """Log one event: at info level on rank 0, at debug level on the others.
 

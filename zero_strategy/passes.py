@@ -78,7 +78,7 @@ class ForwardPass:
         self._on_begin: list[Callable[[], None]] = []
         self._on_end: list[Callable[[], None]] = []
         self._handles = [
-            model.register_forward_pre_hook(self._pre_forward),
+            model.register_forward_pre_hook(self._pre_forward, prepend=True),
             model.register_forward_hook(self._post_forward, always_call=True),
         ]
 

@@ -32,6 +32,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from zero_strategy import compat
 from zero_strategy.bucket import Bucket
 from zero_strategy.comm.collectives import Collectives, Handle
 from zero_strategy.errors import ShardingError
@@ -276,6 +277,13 @@ class GradReducer:
                         fix="Build the engine with requires_grad=True and freeze it afterwards, or freeze it "
                         "again.",
                     )
+
+
+def is_watched(param: nn.Parameter) -> bool:
+    """Tell whether the reducer of some engine takes this parameter's gradient."""
+    takes_it = GradReducer._on_grad.__name__
+    hooks = compat.post_accumulate_hooks(param)
+    return any(isinstance(hook, partial) and hook.func.__name__ == takes_it for hook in hooks)
 
 
 def _check_same_order(digest_and_complement: list[int]) -> None:

@@ -29,7 +29,9 @@ def write_report(
     ledger: Ledger,
     buckets: Sequence[Bucket],
     optimizers: Sequence[ShardedOptimizer],
+    *,
     world_size: int,
+    stage: int,
 ) -> str:
     """Return the table as plain text.
 
@@ -38,14 +40,15 @@ def write_report(
         buckets: All buckets of the engine.
         optimizers: All optimizers of the engine.
         world_size: N.
+        stage: The stage that was asked for.
     """
-    facts = _Facts(buckets, optimizers, world_size)
+    facts = _Facts(buckets, optimizers, world_size, stage)
     lines = [facts.describe(), ""]
     step = ledger.last_step
     if step is None:
         rows = [TableRow(kind, nbytes, "") for kind, nbytes in ledger.memory.items()]
         return "\n".join([*lines, "No optimizer step yet. Held now, on this rank:", format_table(rows)])
-    lines += [f"Held at the last of {ledger.num_steps} steps, on this rank:"]
+    lines += [f"Held at step {step.memory_of_step} of {ledger.num_steps}, on this rank:"]
     lines += [format_table(_held(step, facts))]
     if world_size > 1:
         micro = f" ({step.num_backwards} micro-batches)" if step.num_backwards > 1 else ""
@@ -64,11 +67,12 @@ class _Facts:
         buckets: Sequence[Bucket],
         optimizers: Sequence[ShardedOptimizer],
         world_size: int,
+        stage: int,
     ) -> None:
         trainable = [bucket for bucket in buckets if bucket.trainable]
         self.buckets = buckets
         self.world_size = world_size
-        self.stage = max(_stage_of(bucket) for bucket in buckets) if buckets else 0
+        self.stage = stage
         self.num_params = sum(bucket.layout.numel for bucket in buckets)
         self.num_trainable = sum(bucket.layout.numel for bucket in trainable)
         self.param_bytes = _common(bucket.flat.element_size() for bucket in buckets)

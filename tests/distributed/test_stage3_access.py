@@ -255,3 +255,50 @@ def test_questions_about_shape_and_kind_are_answered_while_sharded() -> None:
     assert str(zero.model) == str(plain)
     assert list(zero.model.state_dict(keep_vars=True)) == list(plain.state_dict())
     zero.close()
+
+
+class OwnWeights(nn.Module):
+    """Returns views of its own parameters, as positional tables do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(24.0).reshape(6, 4))
+
+    def forward(self, length: int) -> dict[str, torch.Tensor]:
+        return {"rows": self.table[:length].unsqueeze(0), "transposed": self.table.t()}
+
+
+class TwoTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(OwnWeights() for _ in range(2))
+
+    def forward(self, length: int) -> torch.Tensor:
+        parts = [table(length) for table in self.tables]
+        return sum((p["rows"].square().sum() + p["transposed"].sum() for p in parts), torch.zeros(()))
+
+
+@distributed(world_size=2)
+def test_a_module_may_return_views_of_its_own_weights() -> None:
+    plain, sharded = TwoTables(), TwoTables()
+    engine = zs.ZeroEngine(sharded, zs.ZeroConfig(stage=3, stage3_param_persistence_threshold=0))
+    with torch.no_grad():
+        assert torch.equal(sharded(3), plain(3))
+    plain(3).backward()
+    sharded(3).backward()
+    for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+        grad = engine.full_grad(ours)
+        assert grad is not None and theirs.grad is not None
+        assert torch.equal(grad, theirs.grad)
+
+
+@distributed(world_size=2)
+def test_hooks_of_users_may_read_the_weights_of_their_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    seen = []
+    model[0].register_forward_pre_hook(lambda module, args: seen.append(module.weight.sum().item()))
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    model.append(normed)
+    zs.ZeroEngine(model, zs.ZeroConfig(stage=3, stage3_param_persistence_threshold=0))
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(seen) == 1 and seen[0] == seen[0]

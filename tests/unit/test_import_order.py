@@ -25,6 +25,7 @@ ORDER = [
     "buffers", "placeholder", "bucket", "module_buffers", "precision",
     "passes", "lifecycle", "reducer",
     "optim.places", "optim.elementwise", "optim.clip", "optim.full_state", "optim.sharded_optimizer",
+    "intact",
     "checkpoint.elements", "checkpoint.safetensors_io", "checkpoint.records", "checkpoint.extra",
     "checkpoint.manifest", "checkpoint.format", "checkpoint.inspection", "checkpoint.hf",
     "checkpoint.full_weights", "checkpoint.parts", "checkpoint.save_load", "checkpoint.consolidate",

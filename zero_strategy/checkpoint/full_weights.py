@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -114,7 +115,7 @@ def scatter(
     for bucket in buckets:
         bucket.state.note_write(bucket.is_whole)
     of_modules = {name: state_dict[name] for name in extra_names if name in state_dict} if is_source else {}
-    set_module_extra_states(model, pickle.loads(collectives.broadcast_bytes(pickle.dumps(of_modules))))
+    set_module_extra_states(model, _broadcast_states(of_modules, collectives))
     return LoadResult(
         [name for name in own if name not in present], [name for name in given if name not in own]
     )
@@ -139,6 +140,25 @@ def write_param(bucket: Bucket, index: int, whole: Tensor, masters: Masters) -> 
 
 
 # -- helpers --
+
+
+def _broadcast_states(states: dict[str, Any], collectives: Collectives) -> dict[str, Any]:
+    """Return rank 0's states of modules; never unpickles more than tensors and plain values."""
+    buffer = io.BytesIO()
+    error = None
+    try:
+        torch.save(states, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except (pickle.PickleError, TypeError, AttributeError) as raised:
+        error = CheckpointError(
+            what=f"The extra state of {sorted(states)} cannot be sent to the other ranks: {raised}",
+            why="Only tensors and plain values are unpickled, so that loading runs no code.",
+            fix="Let get_extra_state return tensors, numbers, strings, and lists and dicts of these.",
+        )
+    collectives.agree(error)
+    payload = collectives.broadcast_bytes(buffer.getvalue())
+    received: dict[str, Any] = torch.load(io.BytesIO(payload), weights_only=True)
+    return received
 
 
 def _received(

@@ -50,6 +50,11 @@ from zero_strategy.checkpoint.records import (
 from zero_strategy.checkpoint.safetensors_io import SafetensorsFile
 from zero_strategy.errors import CheckpointError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 MANIFEST_NAME = "manifest.json"
 VERSION: Final = 1
 
@@ -186,6 +191,34 @@ class Manifest(Record):
 
 
 # -- text --
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Keep other saves out of a folder; each would take the files of the other for leftovers and delete them.
+
+    Returns:
+        A file descriptor whose closing ends the lock, as does the end of the process; None where the system
+        or the file system has no such locks.
+
+    Raises:
+        CheckpointError: Another save is going on.
+    """
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CheckpointError(
+            what=f"Another save into {folder} is going on.",
+            why="Two saves into one folder would take each other's files for leftovers.",
+            fix="Wait for it, or save into another folder. What the folder held before is untouched.",
+        ) from None
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def sync_folder(folder: Path) -> None:

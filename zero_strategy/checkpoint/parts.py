@@ -65,7 +65,7 @@ def manifest_of(parts: Parts, checkpoint_id: str, tables: list[Any], extra: Any)
         world_size=parts.collectives.world_size,
         stage=parts.stage,
         files={file_name: FileRecord(num_bytes=num_bytes) for file_name, num_bytes, _, _ in tables},
-        params=_param_records(parts),
+        params=param_records(parts),
         buffers={
             names[0]: BufferRecord(
                 shape=tuple(buffer.shape), dtype=dtype_name(buffer.dtype), aliases=tuple(names[1:])
@@ -113,7 +113,8 @@ def fqn_of(optimizer: ShardedOptimizer, param: nn.Parameter) -> str:
 # -- helpers --
 
 
-def _param_records(parts: Parts) -> dict[str, ParamRecord]:
+def param_records(parts: Parts) -> dict[str, ParamRecord]:
+    """Return the records of the model's parameters as they are here."""
     names: dict[int, list[str]] = {}
     for name, param in parts.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)

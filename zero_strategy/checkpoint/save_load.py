@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +32,18 @@ from zero_strategy.checkpoint.format import (
     write_rank_file,
 )
 from zero_strategy.checkpoint.full_weights import module_extra_states, set_module_extra_states
-from zero_strategy.checkpoint.parts import Parts, fqn_of, manifest_of, own_pieces, persistent_buffers
+from zero_strategy.checkpoint.manifest import lock_folder
+from zero_strategy.checkpoint.parts import (
+    Parts,
+    fqn_of,
+    manifest_of,
+    own_pieces,
+    param_records,
+    persistent_buffers,
+)
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.errors import CheckpointError, ZeroError
+from zero_strategy.log import log_event
 from zero_strategy.optim import full_state
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
@@ -69,6 +79,7 @@ def save(parts: Parts, path: str, extra: Any) -> None:
     checkpoint_id = collectives.broadcast_json(new_checkpoint_id())
     file = folder / rank_file_name(collectives.rank, collectives.world_size, checkpoint_id)
     metadata = file_metadata(collectives.rank, collectives.world_size, checkpoint_id)
+    lock = _agreed(collectives, (lambda: lock_folder(folder)) if is_first else _nothing)
     try:
         table = _agreed(collectives, lambda: _write_file(file, stored, metadata))
         tables = collectives.gather_json(table)
@@ -80,6 +91,9 @@ def save(parts: Parts, path: str, extra: Any) -> None:
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
         raise
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def load(parts: Parts, path: str) -> Any:
@@ -91,6 +105,12 @@ def load(parts: Parts, path: str) -> Any:
     with reader:
         _check_same(path, collectives.gather_json([path, reader.manifest.checkpoint_id]))
         collectives.agree(_check_fits(parts, reader.manifest, path))
+        if reader.manifest.optimizers and not parts.optimizers:
+            log_event(
+                f"{path} holds the state of {len(reader.manifest.optimizers)} optimizers, and this engine "
+                f"has none: only weights are loaded. To go on training, call shard_optimizer() before "
+                f"load_checkpoint()."
+            )
         # All of it, before anything is overwritten: a range read for another layout has no checksum.
         _agreed(collectives, lambda: _verify_share(reader, collectives.rank, collectives.world_size))
         with torch.no_grad():
@@ -233,6 +253,9 @@ def _check_fits(parts: Parts, manifest: Manifest, path: str) -> CheckpointError 
         return _misfit(
             f"{len(wrong)} parameters have other shapes: {fqn!r} is {there[fqn]} there and {here[fqn]} here."
         )
+    tied = _tied_otherwise(parts, manifest)
+    if tied is not None:
+        return tied
     if parts.optimizers and len(manifest.optimizers) != len(parts.optimizers):
         return _misfit(
             f"It holds {len(manifest.optimizers)} optimizers, the engine has {len(parts.optimizers)}."
@@ -244,6 +267,17 @@ def _check_fits(parts: Parts, manifest: Manifest, path: str) -> CheckpointError 
             return _misfit(
                 f"Optimizer {number} has param groups of {[len(g) for g in own]} parameters here and of "
                 f"{[len(g) for g in saved]} in the checkpoint, or the same numbers of other parameters."
+            )
+    return None
+
+
+def _tied_otherwise(parts: Parts, manifest: Manifest) -> CheckpointError | None:
+    for fqn, record in param_records(parts).items():
+        there = manifest.params[fqn].aliases
+        if sorted(record.aliases) != sorted(there):
+            return _misfit(
+                f"Parameter {fqn!r} is tied to {sorted(there)} in the checkpoint and to "
+                f"{sorted(record.aliases)} here."
             )
     return None
 

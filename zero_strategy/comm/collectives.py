@@ -78,12 +78,14 @@ class Collectives:
         shard_numel = flat.numel() // self.world_size
         self._ledger.record("all_gather", (self.world_size - 1) * shard_numel * flat.element_size())
         group = self._topology.gather_group
-        if group is not None and self._topology.native:
-            own = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
-            works = [compat.native_all_gather(ordered.as_bytes(flat), ordered.as_bytes(own), group)]
-        else:
-            works = ordered.start_all_gather(flat, shard_numel, group)
-        return Handle(works, what=f"The all-gather of bucket {name!r}")
+        what = f"The all-gather of bucket {name!r}"
+        with _waiting_for(what):
+            if group is not None and self._topology.native:
+                own = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
+                works = [compat.native_all_gather(ordered.as_bytes(flat), ordered.as_bytes(own), group)]
+            else:
+                works = ordered.start_all_gather(flat, shard_numel, group)
+        return Handle(works, what=what)
 
     def reduce_scatter_mean(self, full: Tensor, output: Tensor, name: str) -> Handle:
         """Start averaging a flat buffer over all ranks, each rank receiving its own range of the mean.
@@ -107,7 +109,8 @@ class Collectives:
             return Handle([work], lambda: _divide(output, self.world_size), what)
         # NCCL would round a 16-bit sum at every hop; exchanging first sends the same bytes and rounds once.
         received = self._receive.take(full)
-        works = ordered.start_exchange(full, received, group)
+        with _waiting_for(what):
+            works = ordered.start_exchange(full, received, group)
         return Handle(works, lambda: self._finish_mean(full, received, output), what)
 
     def end_reductions(self) -> None:
@@ -247,15 +250,13 @@ class Collectives:
         Raises:
             ZeroError: The error of the lowest rank that has one, naming the rank.
         """
-        if self.world_size == 1:
-            if error is not None:
-                raise error
-            return
         mine = None if error is None else [type(error).__name__, error.what, error.why, error.fix]
-        for rank, found in enumerate(self.gather_json(mine)):
+        everybodys = self.gather_json(mine)
+        for rank, found in enumerate(everybodys):
             if found is not None:
                 name, what, why, fix = found
-                raise _AGREED.get(name, ShardingError)(what=f"[rank {rank}] {what}", why=why, fix=fix)
+                where = f"[rank {rank}] " if len(everybodys) > 1 else ""
+                raise _AGREED.get(name, ShardingError)(what=f"{where}{what}", why=why, fix=fix) from error
 
 
 @contextmanager
@@ -269,10 +270,11 @@ def _waiting_for(what: str) -> Iterator[None]:
             what=f"{what} did not finish: {str(error).splitlines()[0]}",
             why="Another rank has ended, or ran other code than this one and never joined in. Every rank "
             "must run the same forwards, backwards and steps in the same order.",
-            fix="Look at the other ranks' errors first. If there is none: do ranks have different numbers of "
-            "batches, or does the model choose its modules by a rank's own data? Such modules are one unit "
-            "if they are named in zero_optimization.leaf_module. Waiting ends at the process group's timeout "
-            "(init_process_group(timeout=...)).",
+            fix="Look at the other ranks' errors first. If there is none: was a call made on one rank only "
+            "(save_checkpoint, full_state_dict, clip_grad_norm_ and step are for all ranks)? Do ranks have "
+            "different numbers of batches, or does the model choose its modules by a rank's own data? Such "
+            "modules are one unit if they are named in zero_optimization.leaf_module. Waiting ends at the "
+            "process group's timeout (init_process_group(timeout=...)).",
         ) from error
 
 

@@ -49,13 +49,15 @@ class StepRecord(NamedTuple):
         num_backwards: Its micro-batches.
         num_reducing: How many of them reduced gradients.
         sent: Bytes by kind of collective.
-        memory: Bytes held by kind when the gradients were complete.
+        memory: Bytes held by kind when the gradients were complete, at step `memory_of_step`.
+        memory_of_step: 1, 2, 4, 8 ...: the last of them so far.
     """
 
     num_backwards: int
     num_reducing: int
     sent: dict[str, int]
     memory: dict[str, int]
+    memory_of_step: int
 
 
 class _Totals(NamedTuple):
@@ -82,6 +84,7 @@ class Ledger:
         self.last_step: StepRecord | None = None
         self._backwards: list[int] = []  # reductions so far, at the end of each backward of this step
         self._held_at_step: dict[str, int] = {}
+        self._held_of_step = 0
         self._before = _Totals({}, 0)
         self._owners: list[Callable[[], MemoryUse]] = []
         self._formulas: Callable[[], str] | None = None
@@ -109,7 +112,7 @@ class Ledger:
         self.num_steps += 1
         # It is the same from step to step, and adding it up takes a while: now and then will do.
         if self.num_steps & (self.num_steps - 1) == 0:
-            self._held_at_step = self.memory
+            self._held_at_step, self._held_of_step = self.memory, self.num_steps
 
     def end_step(self) -> None:
         """Note what was sent since the step before ended."""
@@ -120,6 +123,7 @@ class Ledger:
             num_reducing=sum(after > before for before, after in pairwise(calls)),
             sent={kind: total - self._before.sent[kind] for kind, total in sent.items()},
             memory=self._held_at_step,
+            memory_of_step=self._held_of_step,
         )
         self._before = _Totals(sent, self.comm["reduce_scatter"]["calls"])
         self._backwards = []

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from zero_strategy.compat import default_timeout, native_all_gather, native_reduce_scatter_sum
 from zero_strategy.errors import ConfigError
+from zero_strategy.log import get_launched_world_size
 
 _USUAL = {"cpu": "gloo", "cuda": "nccl"}  # the backend one would choose for a kind of device
 
@@ -49,6 +50,13 @@ class Topology:
         self.reduce_group: dist.ProcessGroup | None = None
         self.control_group: dist.ProcessGroup | None = None
         if not (dist.is_available() and dist.is_initialized()):
+            if get_launched_world_size() > 1:
+                raise ConfigError(
+                    what=f"This is one of {get_launched_world_size()} processes (WORLD_SIZE), and there is "
+                    f"no process group.",
+                    why="Each would train a copy of its own, and none would know of the others.",
+                    fix="Call torch.distributed.init_process_group() before building the engine.",
+                )
             return
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()

@@ -1,7 +1,7 @@
 """Gradient clipping on slices: the same norm and the same coefficient on every rank.
 
 Norms are computed in fp64 and rounded once, so that they do not depend on stage, world size or bucket size.
-Pure functions over the slices that a rank holds; the sum over ranks is the caller's.
+Pure functions over the slices that a rank holds, but for the sum over ranks in `global_norm`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zero_strategy.comm.collectives import Collectives
+from zero_strategy.errors import ConfigError
 
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_, so that the coefficient is the same
 
@@ -22,12 +23,21 @@ def global_norm(slices: Iterable[Tensor], norm_type: float, collectives: Collect
 
     Args:
         slices: This rank's gradients; no two ranks hold the same element.
-        norm_type: The p of the p-norm; `inf` for the largest absolute value.
+        norm_type: The p of the p-norm, above 0; `inf` for the largest absolute value.
         collectives: For the sum over ranks.
 
     Returns:
         [] fp32
+
+    Raises:
+        ConfigError: `norm_type` is not above 0.
     """
+    if not norm_type > 0:
+        raise ConfigError(
+            what=f"Gradients cannot be clipped by a norm of type {norm_type}.",
+            why="Only p-norms with p > 0 add up over the slices of a parameter.",
+            fix="Pass norm_type=2.0 (the default), 1.0, or math.inf.",
+        )
     norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in slices]
     own = torch.stack(norms).cpu() if norms else torch.zeros(1, dtype=torch.float64, device="cpu")
     if math.isinf(norm_type):

@@ -71,6 +71,15 @@ def check_elementwise(optimizer: Optimizer) -> ConfigError | None:
     )
 
 
+def counts_steps_per_tensor(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer may be stepped over a part of its tensors at a time.
+
+    torch's own classes keep a step count with each tensor; another class may count its calls in the param
+    group.
+    """
+    return type(optimizer) in _ELEMENTWISE
+
+
 def _refusal(what: str) -> ConfigError:
     return ConfigError(
         what=what,

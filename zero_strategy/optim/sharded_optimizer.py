@@ -26,6 +26,7 @@ from zero_strategy.layout import ShardSlice
 from zero_strategy.log import log_once
 from zero_strategy.optim import full_state
 from zero_strategy.optim.clip import clip_coefficient, global_norm
+from zero_strategy.optim.elementwise import counts_steps_per_tensor
 from zero_strategy.optim.places import Place, SliceState
 from zero_strategy.precision import Masters
 
@@ -37,6 +38,7 @@ class StepSettings:
     Attributes:
         before_step: Called when a step begins; lets go of whole parameters that are about to be outdated.
         after_step: Called when it has ended and the parameters agree.
+        is_claimed: Whether an optimizer of the engine holds a parameter already.
         is_syncing: Whether an accumulation window ends here; inside `no_sync` there is nothing to clip yet.
         gradient_clipping: Norm to clip at in `step()` if nobody has clipped since the last one; 0 for none.
         sub_group_numel: Master elements stepped at a time; bounds the fp32 copies of 16-bit gradients.
@@ -44,6 +46,7 @@ class StepSettings:
 
     before_step: Callable[[], None]
     is_syncing: Callable[[], bool]
+    is_claimed: Callable[[nn.Parameter], bool]
     after_step: Callable[[], None]
     gradient_clipping: float = 0.0
     sub_group_numel: int = 25_000_000
@@ -58,6 +61,7 @@ class _Run:
     places: dict[nn.Parameter, Place]
     masters: Masters
     was_clipped: bool = False
+    is_stepping: bool = False
     clip_coefficient: float = 1.0
     step_was_skipped: bool = False
     slices: dict[nn.Parameter, list[tuple[ShardSlice, Tensor]]] = field(default_factory=dict)
@@ -92,6 +96,7 @@ class ShardedOptimizer(Optimizer):
         self.state = inner.state
         self.defaults = inner.defaults
         self._slice_state()
+        inner.register_step_pre_hook(self._refuse_raw_step)
 
     # -- runtime --
 
@@ -134,14 +139,25 @@ class ShardedOptimizer(Optimizer):
                 inside = [param for param in params if run.places[param].bucket in buckets]
                 group["params"] = [weight for param in inside for weight in self._give_grads(param)]
                 stepped += group["params"]
+            run.is_stepping = True
             self._inner.step()
         finally:
+            run.is_stepping = False
             for group, params in zip(self.param_groups, users_params, strict=True):
                 group["params"] = params
             for weight in stepped:
                 weight.grad = None
         for bucket in buckets:
             run.masters.of(bucket).round_into_shard()
+
+    def _refuse_raw_step(self, *args: Any) -> None:
+        if not self._run.is_stepping:
+            raise ConfigError(
+                what=f"step() was called on the {self.user_class} that was given to shard_optimizer.",
+                why="It sees whole parameters without gradients and would change nothing.",
+                fix="Go on with what shard_optimizer returned: optimizer = "
+                "engine.shard_optimizer(optimizer).",
+            )
 
     def _give_grads(self, param: nn.Parameter) -> Iterator[Tensor]:
         """Yield this rank's slices of a parameter, each with its reduced gradient as its `.grad`."""
@@ -276,14 +292,15 @@ class ShardedOptimizer(Optimizer):
         return use
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters of the same engine, as for any torch optimizer.
+        """Add a group of parameters of the same engine, as for any torch optimizer. Collective.
 
         Raises:
             ConfigError: One of them is not the engine's, or is frozen.
         """
-        error = check_params(param_group["params"], self._run.places)
-        if error is not None:
-            raise error
+        params = param_group["params"]
+        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        error = check_params(param_group["params"], self._run.places, self._run.settings.is_claimed)
+        self._run.collectives.agree(error)
         super().add_param_group(param_group)
         if not any(group is param_group for group in self._inner.param_groups):
             self._inner.param_groups.append(param_group)
@@ -324,6 +341,11 @@ class ShardedOptimizer(Optimizer):
                     yield grad
 
     def _sub_groups(self) -> Iterator[list[Bucket]]:
+        """Yield the buckets to step at a time; all, if the user's optimizer might count or tell its steps."""
+        num_hooks = len(self._inner._optimizer_step_pre_hooks) + len(self._inner._optimizer_step_post_hooks)
+        if num_hooks > 1 or not counts_steps_per_tensor(self._inner):
+            yield self.buckets
+            return
         chunk: list[Bucket] = []
         filled = 0
         for bucket in self.buckets:
@@ -335,7 +357,11 @@ class ShardedOptimizer(Optimizer):
         yield chunk
 
 
-def check_params(params: Iterable[nn.Parameter], places: dict[nn.Parameter, Place]) -> ConfigError | None:
+def check_params(
+    params: Iterable[nn.Parameter],
+    places: dict[nn.Parameter, Place],
+    is_claimed: Callable[[nn.Parameter], bool],
+) -> ConfigError | None:
     """Return why parameters cannot be optimized by this engine, or None."""
     for position, param in enumerate(params):
         place = places.get(param)
@@ -346,6 +372,12 @@ def check_params(params: Iterable[nn.Parameter], places: dict[nn.Parameter, Plac
                 why="Its gradient would never be reduced, so each rank would train its own copy.",
                 fix="Build the optimizer from the parameters of the model that was given to ZeroEngine, and "
                 "one engine for each model.",
+            )
+        if is_claimed(param):
+            return ConfigError(
+                what=f"Parameter {place.fqn!r} belongs to an optimizer of this engine already.",
+                why="Two optimizers would update the same master weights.",
+                fix="Give each parameter to one optimizer, and call shard_optimizer once for each.",
             )
         if not place.bucket.trainable:
             return ConfigError(
