@@ -123,6 +123,9 @@ class ZeroEngine:
             self._backward,
             prefetch_numel=zero.stage3_prefetch_bucket_size,
             on_passed=self._reducer.on_passed,
+            require_same_order=lambda order: self._collectives.require_same(
+                order, "The order in which modules ran"
+            ),
         )
         self._finish_construction()
 
@@ -180,7 +183,17 @@ class ZeroEngine:
     # -- runtime --
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute and reduce gradients: `loss.backward()`, which may also depend on no parameter here."""
+        """Compute and reduce gradients: `loss.backward()`, with errors explained.
+
+        Below stage 3 the loss may depend on no parameter on this rank while it does on others.
+
+        Args:
+            loss: What to differentiate.
+            **kwargs: As for `Tensor.backward`.
+
+        Raises:
+            ShardingError: A weight was needed that is sharded at that moment.
+        """
         before = self._backward.num_ended
         try:
             loss.backward(**kwargs)
@@ -217,6 +230,12 @@ class ZeroEngine:
 
     def _before_step(self) -> None:
         self._backward.check()
+        if not self._reducer.is_syncing:
+            raise ShardingError(
+                what="step() was called inside no_sync().",
+                why="The accumulation window has not ended: gradients are not all reduced.",
+                fix="Run the last backward of the window, and the step, outside of no_sync().",
+            )
         self._require_intact()
         self._lifecycle.release_idle()
         self.ledger.begin_step()
@@ -228,6 +247,10 @@ class ZeroEngine:
                 "Gradients have been reduced in two backwards, and the engine has no optimizer. To train: "
                 "optimizer = engine.shard_optimizer(optimizer), and step what it returns."
             )
+
+    def _begin_call(self, name: str) -> None:
+        """Find out whether all ranks make the same call, before their gathers are mixed up."""
+        self._collectives.require_same([f"engine.{name}()"], "The call")
 
     def _require_intact(self) -> None:
         error = check_intact(self.model, self._places)
@@ -245,6 +268,7 @@ class ZeroEngine:
                 Otherwise the block must not write: at stage 3 it would be lost, below it would be overwritten
                     by the next step.
         """
+        self._begin_call("unsharded_params")
         with self._lifecycle.all_whole():
             yield
             if writeback:
@@ -272,6 +296,7 @@ class ZeroEngine:
                 fix="Pass one of `model.parameters()`.",
             )
         bucket, index = place
+        self._begin_call("full_grad")
         if bucket.grad_shard is None or not bucket.has_grad[index]:
             return None
         return bucket.views(bucket.gather_shards(bucket.grad_shard))[index].clone()
@@ -291,6 +316,7 @@ class ZeroEngine:
             on other ranks {}.
         """
         self._require_intact()
+        self._begin_call("full_state_dict")
         masters = self._masters if dtype == torch.float32 else None
         return full_weights.gather(
             self.model, self.buckets, self._collectives, masters, dtype=dtype, trainable_only=trainable_only
@@ -308,6 +334,7 @@ class ZeroEngine:
         Raises:
             CheckpointError: Shapes differ, or names do and `strict`.
         """
+        self._begin_call("load_full_state_dict")
         result = full_weights.scatter(self.model, self.buckets, self._masters, state_dict, self._collectives)
         if strict and (result.missing_keys or result.unexpected_keys):
             raise CheckpointError(

@@ -30,7 +30,7 @@ from zero_strategy.bucketing import BucketPlan
 from zero_strategy.comm.collectives import Handle
 from zero_strategy.errors import ShardingError
 from zero_strategy.passes import BackwardPass, ForwardPass
-from zero_strategy.tensors import tensors_in
+from zero_strategy.tensors import storage_address, tensors_in
 
 
 class ParamLifecycle:
@@ -48,6 +48,7 @@ class ParamLifecycle:
         *,
         prefetch_numel: int,
         on_passed: Callable[[Bucket], None],
+        require_same_order: Callable[[list[str]], None],
     ) -> None:
         """Register the hooks.
 
@@ -56,12 +57,15 @@ class ParamLifecycle:
             forward: Tells when a forward of the root begins and ends.
             backward: Is told when a backward begins, and tells when it ends.
             prefetch_numel: Elements that may be gathered ahead; 0 for none.
+            require_same_order: Raises if ranks have gathered different buckets; called where no backward will
+                tell.
             on_passed: Called for a unit's buckets when the backward has passed all of its uses.
         """
         self._buckets = [bucket for bucket, _ in buckets]
         self._unit_of = {bucket: plan.modules[0] for bucket, plan in buckets}
         self._routing = {plan.modules[0] for _, plan in buckets if plan.routes}
         self._on_passed = on_passed
+        self._require_same_order = require_same_order
         self._roots = [bucket for bucket in self._buckets if bucket.is_root]
         self._backward = backward
         self._prefetch_numel = prefetch_numel
@@ -115,7 +119,9 @@ class ParamLifecycle:
     def _on_forward_end(self) -> None:
         self.let_go(self._roots)
         if not torch.is_grad_enabled():
+            order = [bucket.name for bucket in self.order]
             self._end_iteration(grad_enabled=False)
+            self._require_same_order(order)
 
     def _on_backward_end(self) -> None:
         self.release_idle()
@@ -244,11 +250,11 @@ def _without_views_of(used: Sequence[Bucket], output: Any) -> Any:
     Raises:
         ShardingError: A view of a weight is hidden in an object whose parts cannot be replaced.
     """
-    storages = {bucket.flat.untyped_storage().data_ptr() for bucket in used}
+    storages = {storage_address(bucket.flat) for bucket in used if bucket.is_whole}
 
     def is_view(tensor: Tensor) -> bool:
-        is_plain = tensor.layout == torch.strided and not isinstance(tensor, nn.Parameter)
-        return is_plain and tensor.untyped_storage().data_ptr() in storages
+        address = None if isinstance(tensor, nn.Parameter) else storage_address(tensor)
+        return address is not None and address in storages
 
     if not any(is_view(tensor) for tensor in tensors_in(output)):
         return output

@@ -36,6 +36,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             stack.append(getattr(item, slot, None))
 
 
+def storage_address(tensor: Tensor) -> int | None:
+    """Return where a tensor's memory begins; None for those that have none (of torch.func, sparse ones)."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def _slots(kind: type) -> Iterator[str]:
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())

@@ -293,6 +293,36 @@ def test_a_module_may_return_views_of_its_own_weights() -> None:
 
 
 @distributed(world_size=2)
+def test_ranks_that_evaluate_different_modules_are_told() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model.forward = lambda x: model["ab"[rank()]](x)  # type: ignore[method-assign]
+    zs.ZeroEngine(model, zs.ZeroConfig(stage=3, stage3_param_persistence_threshold=0))
+    with torch.no_grad(), expect_error(zs.ConfigError, contains="order in which modules ran"):
+        model(torch.ones(2, 4))
+
+
+@distributed(world_size=2)
+@grid(change=["cast", "rebind", "add", "replace", "grad"])
+def test_what_is_done_behind_the_engines_back_is_told(change: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = zs.ZeroEngine(model, zs.ZeroConfig(stage=1))
+    optimizer = engine.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    if change == "cast":
+        model.bfloat16()
+    elif change == "rebind":
+        model[0].weight.data = torch.zeros(4, 4)
+    elif change == "add":
+        model.append(nn.Linear(4, 4))
+    elif change == "replace":
+        model[1] = nn.Linear(4, 4)
+    else:
+        model[0].weight.grad = torch.ones(4, 4)
+    for call in (optimizer.step, engine.full_state_dict):
+        with expect_error(zs.ShardingError, contains="weight"):
+            call()
+
+
+@distributed(world_size=2)
 def test_hooks_of_users_may_read_the_weights_of_their_module() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     seen = []

@@ -263,10 +263,34 @@ def _check_fits(parts: Parts, manifest: Manifest, path: str) -> CheckpointError 
     for number, (optimizer, record) in enumerate(zip(parts.optimizers, manifest.optimizers, strict=False)):
         own = [[fqn_of(optimizer, param) for param in group["params"]] for group in optimizer.param_groups]
         saved = [list(group["params"]) for group in record.param_groups]  # type: ignore[arg-type]
+        if record.class_name != optimizer.user_class:
+            return _misfit(
+                f"Optimizer {number} is {optimizer.user_class}, in the checkpoint {record.class_name}."
+            )
+        gap = _incomplete_state(number, manifest)
+        if gap is not None:
+            return gap
         if own != saved:
             return _misfit(
                 f"Optimizer {number} has param groups of {[len(g) for g in own]} parameters here and of "
                 f"{[len(g) for g in saved]} in the checkpoint, or the same numbers of other parameters."
+            )
+    return None
+
+
+def _incomplete_state(number: int, manifest: Manifest) -> CheckpointError | None:
+    keys: dict[str, set[str]] = {}
+    for name in manifest.tensors:
+        if name.startswith(f"optim/{number}/"):
+            fqn, _, key = name.split("/", 2)[2].rpartition("/")
+            keys.setdefault(fqn, set()).add(key)
+    everything = set().union(*keys.values())
+    for fqn, present in keys.items():
+        if present != everything:
+            return CheckpointError(
+                what=f"Of optimizer {number} the state {sorted(everything - present)} of {fqn!r} is missing.",
+                why="Other parameters have it, so the manifest was edited or damaged.",
+                fix="Use another copy of the checkpoint. Nothing was loaded.",
             )
     return None
 
