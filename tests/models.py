@@ -1,6 +1,6 @@
 """Small models that are awkward on purpose, and the training loops that tests compare.
 
-Shapes are odd, one parameter is tied, one frozen, one unused, one module is used twice; see STYLE 18.
+Shapes are odd, one parameter is tied, one frozen, one unused, one module is used twice.
 """
 
 from __future__ import annotations

@@ -158,9 +158,8 @@ class Zero(Plain):
 
     def __init__(self, recipe: Recipe, **settings: Any) -> None:
         self.model = self.module = recipe.model()
-        settings.setdefault(
-            "stage3_param_persistence_threshold", 0
-        )  # these models are small: shard all of them
+        # These models are small: shard all of them.
+        settings.setdefault("stage3_param_persistence_threshold", 0)
         self.engine = zs.ZeroEngine(self.model, zs.ZeroConfig(**settings))
         self.users = recipe.optimizer(self.model)
         self.optimizer = self.engine.shard_optimizer(self.users)

@@ -101,6 +101,16 @@ class Bucket:
         names: dict[int, str],
         grad_dtype: torch.dtype | None = None,
     ) -> None:
+        """Lay the parameters out in a flat buffer, empty as yet: `adopt` moves their values there.
+
+        Args:
+            index: Position among the engine's buckets.
+            plan: Which parameters, and what is sharded of them.
+            collectives: For gathers and reductions.
+            device: Where the shards live.
+            names: Fully qualified name by `id` of the parameter, for the errors of placeholders.
+            grad_dtype: Of the gradients that accumulate and are reduced; None: the parameters' own.
+        """
         self.index = index
         self.name = plan.name
         self.policy = plan.policy

@@ -1,15 +1,15 @@
 """Which parameters share a bucket, and what the stage means for each.
 
-Besides `config.py` the only file that reads the number `stage`: here it turns into three booleans per bucket,
-and nobody after this asks for it again. Called once by the engine, on the whole model; it moves no data.
+Of all files that read the number `stage` the only one that decides by it: here it turns into three booleans
+per bucket. Called once by the engine, on the whole model; it moves no data.
 
 [Note: Units]
 At stage 3 a *unit* is what is unsharded together: the outermost repeated block of the model (siblings of one
 class, or the members of a `ModuleList`), which is a decoder layer in a transformer and a layer in an MLP,
 without the user naming it. What is in no unit belongs to the root and stays whole from the root's forward to
 the end of its backward. A parameter that two units share belongs to the root. A module that routes tokens
-among experts is one unit with all
-of them: which experts run depends on a rank's data, and ranks must gather the same things in the same order.
+among experts is one unit with all of them: which experts run depends on a rank's data, and ranks must gather
+the same things in the same order.
 """
 
 from __future__ import annotations
@@ -138,6 +138,10 @@ def plan_buckets(model: nn.Module, config: ZeroConfig) -> list[BucketPlan]:
 
 def find_units(model: nn.Module, config: ZeroConfig) -> dict[nn.Module, nn.Module]:
     """Find the outermost repeated blocks. See [Note: Units].
+
+    Args:
+        model: The root module, not sharded yet.
+        config: For the modules that the user declared one unit.
 
     Returns:
         For every module inside a unit, the unit; modules of the root are absent.
@@ -339,13 +343,13 @@ def _users(
 
 def _pack(members: list[tuple[str, nn.Parameter]], limit_numel: int) -> list[list[tuple[str, nn.Parameter]]]:
     chunks: list[list[tuple[str, nn.Parameter]]] = [[]]
-    filled = 0
+    filled_numel = 0
     for fqn, param in members:
-        if chunks[-1] and filled + param.numel() > limit_numel:
+        if chunks[-1] and filled_numel + param.numel() > limit_numel:
             chunks.append([])
-            filled = 0
+            filled_numel = 0
         chunks[-1].append((fqn, param))
-        filled += param.numel()
+        filled_numel += param.numel()
     return chunks
 
 

@@ -68,8 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
     except BrokenPipeError:
-        # `zero-strategy inspect ... | head`: not a mistake. Closing here keeps the interpreter from
-        # complaining.
+        # `zero-strategy inspect ... | head`: no mistake. Closing here keeps the interpreter quiet about it.
         sys.stderr.close()
         return EXIT_OK
 

@@ -36,6 +36,11 @@ def current_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def is_in_backward() -> bool:
+    """Tell whether a backward is running on this thread."""
+    return current_backward() != -1
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have `callback` run when the backward that is running now has finished."""
     Variable._execution_engine.queue_callback(callback)

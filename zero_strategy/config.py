@@ -116,7 +116,7 @@ class ZeroOptimization(_Block):
     stage3_param_persistence_threshold: CountOrZero = 100_000
     """Parameters with fewer elements stay whole at stage 3. Default as in DeepSpeed."""
     stage3_prefetch_bucket_size: CountOrZero = 50_000_000
-    """Elements unsharded ahead of use, in the last iteration's order; 0: none. Default as in DeepSpeed."""
+    """Elements unsharded ahead of use, in the last pass's order; 0: none. Default as in DeepSpeed."""
     leaf_module: LeafModule = LeafModule()
 
 
@@ -296,16 +296,6 @@ class ZeroConfig(_Block):
     def shards_params(self) -> bool:
         """Whether parameters are sharded, so that no rank holds the model whole."""
         return self.stage == 3
-
-    @property
-    def leaf_classes(self) -> tuple[str, ...]:
-        """Class names of modules that are one unit at stage 3."""
-        return self.zero_optimization.leaf_module.classes
-
-    @property
-    def leaf_names(self) -> tuple[str, ...]:
-        """Fully qualified names of modules that are one unit at stage 3."""
-        return self.zero_optimization.leaf_module.names
 
     def is_leaf(self, module_class: type, fqn: str) -> bool:
         """Return whether the user declared a module of this class or name one unit (`leaf_module`)."""

@@ -137,7 +137,7 @@ class ZeroEngine:
         self.ledger.watch(self._optimizer_memory)
         self.ledger.watch(self._collectives.memory)
         self._backward.listen(on_end=self._on_backward_end, on_abort=self.ledger.note_backward)
-        self.ledger.explain_with(self._report)
+        self.ledger.report_with(self._report)
         self.ledger.reset()
 
     def shard_optimizer(self, optimizer: Optimizer) -> ShardedOptimizer:
@@ -174,7 +174,7 @@ class ZeroEngine:
         self.optimizers.append(sharded)
         return sharded
 
-    def release_optimizers(self) -> None:
+    def forget_optimizers(self) -> None:
         """Forget all optimizers and their state, to train anew with others; weights and masters stay."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
@@ -237,7 +237,7 @@ class ZeroEngine:
                 fix="Run the last backward of the window, and the step, outside of no_sync().",
             )
         self._require_intact()
-        self._lifecycle.release_idle()
+        self._lifecycle.reshard_idle()
         self.ledger.begin_step()
 
     def _on_backward_end(self) -> None:
@@ -266,7 +266,7 @@ class ZeroEngine:
         Args:
             writeback: Keep what the block has written, rank 0's on all ranks, in the shards and the masters.
                 Otherwise the block must not write: at stage 3 it would be lost, below it would be overwritten
-                    by the next step.
+                by the next step.
         """
         self._begin_call("unsharded_params")
         with self._lifecycle.all_whole():
@@ -274,7 +274,7 @@ class ZeroEngine:
             if writeback:
                 for bucket in self.buckets:
                     bucket.take_written()
-                self._masters.refresh()
+                self._masters.take_params()
 
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
         """Return the averaged gradient of a parameter, whole. Collective.
@@ -331,6 +331,10 @@ class ZeroEngine:
             state_dict: As `model.state_dict()` has it. Rank 0's is used; other ranks may pass {}.
             strict: Refuse missing and unexpected names instead of returning them.
 
+        Returns:
+            The missing and the unexpected names: `missing_keys` are in the model only, `unexpected_keys` in
+            `state_dict` only.
+
         Raises:
             CheckpointError: Shapes differ, or names do and `strict`.
         """
@@ -349,7 +353,7 @@ class ZeroEngine:
 
     def sync_masters_from_params(self) -> None:
         """Take over the parameters' values after something else than the optimizer has written them."""
-        self._masters.refresh()
+        self._masters.take_params()
 
     # -- checkpoints --
 
@@ -370,6 +374,9 @@ class ZeroEngine:
     def load_checkpoint(self, path: str | os.PathLike[str]) -> Any:
         """Take over a checkpoint, saved at whatever world size, stage and bucket size. Collective.
 
+        Args:
+            path: The folder that `save_checkpoint` wrote; the same on all ranks.
+
         Returns:
             The `extra` it was saved with.
 
@@ -377,7 +384,7 @@ class ZeroEngine:
             CheckpointError: It is missing, incomplete, damaged, or of another model; on all ranks.
         """
         extra = save_load.load(self._parts(), os.fspath(path))
-        self._lifecycle.release_idle()
+        self._lifecycle.reshard_idle()
         return extra
 
     def _parts(self) -> save_load.Parts:

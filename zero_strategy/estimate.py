@@ -1,8 +1,8 @@
 """What ZeRO holds and sends: the formulas, in exact integers and fractions.
 
 Owns the arithmetic of bytes held per rank, elements and bytes sent per step, and the plain-text table that
-shows a count beside its formula. Called by the ledger's report, the planning commands and the tests that hold
-the engine to its promises. Must not know torch, models or process groups: numbers in, numbers out.
+shows a count beside its formula. Called by the ledger's report and the tests that hold the engine to its
+promises. Must not know torch, models or process groups: numbers in, numbers out.
 
 Symbols: Psi is the number of parameters, N the number of ranks. Stage 0 is plain data parallelism.
 """

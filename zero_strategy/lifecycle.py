@@ -2,7 +2,7 @@
 
 Hooks on the modules that need a bucket make it whole before their forward and let go of it after; hooks on
 their outputs make it whole again before their backward. Buckets of the root stay whole from its forward to
-the end of the backward. The next bucket of the last iteration's order is gathered ahead. Below stage 3 there
+the end of the backward. The next bucket of the last pass's order is gathered ahead. Below stage 3 there
 is nothing to do and no hook.
 
 [Note: When a bucket may go]
@@ -37,7 +37,7 @@ class ParamLifecycle:
     """Makes sharded buckets whole for the modules that use them, and no longer.
 
     Attributes:
-        order: The buckets gathered since the iteration began, in order.
+        order: The buckets gathered since the pass began (a forward and its backward), in order.
     """
 
     def __init__(
@@ -120,15 +120,15 @@ class ParamLifecycle:
         self.let_go(self._roots)
         if not torch.is_grad_enabled():
             order = [bucket.name for bucket in self.order]
-            self._end_iteration(grad_enabled=False)
+            self._end_pass(grad_enabled=False)
             self._require_same_order(order)
 
     def _on_backward_end(self) -> None:
-        self.release_idle()
-        self._end_iteration(grad_enabled=True)
+        self.reshard_idle()
+        self._end_pass(grad_enabled=True)
 
     def order_digest(self) -> bytes:
-        """Return 8 bytes that stand for what was gathered in this iteration, in order; ranks must agree."""
+        """Return 8 bytes that stand for what was gathered in this pass, in order; ranks must agree."""
         order = ",".join(str(bucket.index) for bucket in self.order)
         return hashlib.blake2b(order.encode(), digest_size=8).digest()
 
@@ -142,7 +142,7 @@ class ParamLifecycle:
 
     def let_go(self, buckets: Sequence[Bucket]) -> None:
         """Undo one `hold`; a bucket that nobody holds is resharded, unless a backward needs it soon."""
-        in_backward = compat.current_backward() != -1
+        in_backward = compat.is_in_backward()
         for bucket in buckets:
             self._num_users[bucket] -= 1
             stays = bucket.is_root and torch.is_grad_enabled()
@@ -151,7 +151,7 @@ class ParamLifecycle:
 
     @contextmanager
     def all_whole(self) -> Iterator[None]:
-        """Make everything whole for a block of code, outside of any iteration. Collective."""
+        """Make everything whole for a block of code, outside of any pass. Collective."""
         for bucket in self._buckets:
             self._num_users[bucket] += 1
             if not bucket.is_whole:
@@ -164,7 +164,7 @@ class ParamLifecycle:
                 if bucket.is_whole and not self._num_users[bucket]:
                     bucket.reshard()
 
-    def release_idle(self) -> None:
+    def reshard_idle(self) -> None:
         """Reshard every bucket that nobody holds, and let go of what was gathered ahead."""
         self._drop_under_way()
         for bucket in self._buckets:
@@ -177,7 +177,7 @@ class ParamLifecycle:
         if bucket.is_whole:
             return
         self._follow_plan(bucket)
-        if compat.current_backward() != -1:
+        if compat.is_in_backward():
             self._make_room(bucket)
         elif torch.is_grad_enabled():
             self._uses_left[bucket] += 1
@@ -227,7 +227,7 @@ class ParamLifecycle:
         for bucket, handle in under_way.items():
             bucket.drop_gather(handle)
 
-    def _end_iteration(self, grad_enabled: bool) -> None:
+    def _end_pass(self, grad_enabled: bool) -> None:
         self._drop_under_way()
         self._plans[grad_enabled] = self.order
         self.order = []

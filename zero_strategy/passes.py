@@ -56,7 +56,7 @@ class BackwardPass:
 
     def check(self) -> None:
         """Clean up after a backward that raised, if one did; called where no backward can be running."""
-        if self.is_running and compat.current_backward() == -1:
+        if self.is_running and not compat.is_in_backward():
             self.is_running = False
             for abort in self._on_abort:
                 abort()
@@ -115,8 +115,7 @@ class ForwardPass:
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._exit()
-        # The outermost graph node of the model: the earliest sign of a backward, and outside of any
-        # checkpoint.
+        # The outermost graph node of the model: the earliest sign of a backward, outside of any checkpoint.
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._on_output_grad)
@@ -127,13 +126,13 @@ class ForwardPass:
     def _enter(self) -> None:
         self._depth += 1
         # Recomputation by a checkpoint calls the root again inside a backward, which is no new forward.
-        if self._depth == 1 and compat.current_backward() == -1:
+        if self._depth == 1 and not compat.is_in_backward():
             self._backward.check()
             for begin in self._on_begin:
                 begin()
 
     def _exit(self) -> None:
         self._depth -= 1
-        if self._depth == 0 and compat.current_backward() == -1:
+        if self._depth == 0 and not compat.is_in_backward():
             for end in self._on_end:
                 end()

@@ -1,8 +1,7 @@
 """Master weights: the fp32 copy of a 16-bit shard that the optimizer updates.
 
-One `MasterShard` per trainable bucket, owned by the optimizer that trains it. fp32 (and fp64) parameters are
-their own
-master: the same class, no copy. Source: Micikevicius et al., arXiv:1710.03740, section 3.1.
+One `MasterShard` per trainable bucket, kept in `Masters`, which the engine owns. fp32 (and fp64) parameters
+are their own master: the same class, no copy. Source: Micikevicius et al., arXiv:1710.03740, section 3.1.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class MasterShard:
         if self._is_copy:
             self._bucket.param_shard.copy_(self.weights)
 
-    def refresh_from_shard(self) -> None:
+    def take_from_shard(self) -> None:
         """Take the parameter shard's values, after somebody else has written them.
 
         A master that still rounds to the parameter's value is kept: it says the same, more precisely.
@@ -90,12 +89,12 @@ class Masters:
         """Return the masters of a bucket, if an optimizer has asked for them or its values were rounded."""
         return self.of(bucket) if bucket in self._unrounded else self._shards.get(bucket)
 
-    def refresh(self) -> None:
+    def take_params(self) -> None:
         """Take over the parameters' values after somebody else has written them."""
         for bucket in list(self._unrounded):
             self.of(bucket)
         for shard in self._shards.values():
-            shard.refresh_from_shard()
+            shard.take_from_shard()
 
     def memory(self) -> MemoryUse:
         """Return the bytes held, padding included and named."""

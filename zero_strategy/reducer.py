@@ -11,8 +11,8 @@ while which parameters a rank uses, and when, is its own affair.
 
 Where parameters stay whole, a bucket is reduced when all its parameters have reported, in an agreed order
 (reverse registration at first, then rank 0's order of readiness, agreed anew when it changes). A rank that
-waits for another's
-reduction is not waited for in anything else: the other gets to the end of its backward on its own.
+waits for another's reduction is not waited for in anything else: the other gets to the end of its backward on
+its own.
 
 Where parameters are sharded, the gathers of a backward run in one order on all ranks anyway, and the
 reductions are tied to it: a unit's buckets are reduced when the backward has passed all of its uses, whether
@@ -89,7 +89,7 @@ class GradReducer:
             backward: Is told when a backward begins, and tells when it ends.
             overlap: Let a reduction run while the backward goes on.
             accumulate_whole: Keep whole gradients under `no_sync` also where they are sharded.
-            gather_order: Returns what this rank has gathered in this iteration, as a few bytes; compared
+            gather_order: Returns what this rank has gathered in this micro-batch, as a few bytes; compared
                 between ranks.
         """
         self.is_syncing = True
@@ -102,7 +102,7 @@ class GradReducer:
         # What is sharded is reduced in every backward, unless whole gradients are asked for.
         self._may_defer = accumulate_whole or not any(bucket.policy.shard_grads for bucket in self._buckets)
         # Tied to the gathers, or by readiness; see [Note: One order of reductions].
-        self._by_pass = any(bucket.policy.shard_params for bucket in buckets)
+        self._follows_gathers = any(bucket.policy.shard_params for bucket in buckets)
         self._position_of = {bucket: position for position, bucket in enumerate(self._buckets)}
         self._next_order = list(reversed(range(len(self._buckets))))
         self._expected = [[1] * len(bucket.params) for bucket in self._buckets]
@@ -142,10 +142,10 @@ class GradReducer:
         if not self._reduces_now():
             return
         if self._progress.is_reduced[position]:
-            # Re-entrant checkpointing delivers a shared parameter's gradient in parts. Next time it is waited
-            # for.
+            # Re-entrant checkpointing delivers a shared parameter's gradient in parts: next time the
+            # bucket waits for all of them.
             self._progress.is_late[position] = True
-        elif not self._by_pass and position not in self._progress.ready and self._is_ready(position):
+        elif not self._follows_gathers and position not in self._progress.ready and self._is_ready(position):
             self._progress.ready.append(position)
             self._reduce_in_order()
 
@@ -291,7 +291,7 @@ def _check_same_order(digest_and_complement: list[int]) -> None:
     pairs = zip(digest_and_complement[:half], digest_and_complement[half:], strict=True)
     if any(byte + complement != 255 for byte, complement in pairs):
         raise ShardingError(
-            what="Ranks have gathered parameters in different orders in this iteration.",
+            what="Ranks have gathered parameters in different orders in this micro-batch.",
             why="A gather takes the shard of every rank, so weights of different modules may have been "
             "mixed; the gradients of this backward cannot be used.",
             fix="A module that runs on some ranks only (an expert, a branch that depends on the data) must "

@@ -170,10 +170,10 @@ def _sent_note(kind: str, facts: _Facts) -> str:
 
 def _live_text(facts: _Facts) -> str:
     sharded = [bucket for bucket in facts.buckets if bucket.policy.shard_params]
-    sizes = {bucket: bucket.layout.padded_numel * bucket.flat.element_size() for bucket in sharded}
-    root = sum(size for bucket, size in sizes.items() if bucket.is_root)
-    bound = live_bytes([size for bucket, size in sizes.items() if not bucket.is_root], root)
-    return f"at most the root and two buckets = {format_bytes(bound)}"
+    whole_bytes = {bucket: bucket.layout.padded_numel * bucket.flat.element_size() for bucket in sharded}
+    root_bytes = sum(size for bucket, size in whole_bytes.items() if bucket.is_root)
+    other_bytes = [size for bucket, size in whole_bytes.items() if not bucket.is_root]
+    return f"at most the root and two buckets = {format_bytes(live_bytes(other_bytes, root_bytes))}"
 
 
 def _stage_of(bucket: Bucket) -> int:

@@ -50,8 +50,8 @@ def install(owner: Owner) -> None:
     model = owner.model
     model.no_sync = _RootMethod(owner, owner.no_sync, _plain_no_sync)  # type: ignore[assignment]
     model.zero_grad = _RootMethod(owner, owner.zero_grad, type(model).zero_grad)  # type: ignore[method-assign]
-    refresh = partial(_after_load, owner)
-    model.register_load_state_dict_post_hook(_RootMethod(owner, refresh, _after_load))
+    after_load = partial(_after_load, owner)
+    model.register_load_state_dict_post_hook(_RootMethod(owner, after_load, _after_load))
 
 
 def remove(model: nn.Module) -> None:

@@ -1,4 +1,8 @@
-"""Finds the tensors in whatever a module returns: tuples, dicts, dataclasses, model outputs, caches."""
+"""Finds the tensors in whatever a module returns: tuples, dicts, dataclasses, model outputs, caches.
+
+Called by `passes` and `lifecycle`, which put hooks on what they find. It looks and changes nothing; it must
+not know buckets, shards or the frameworks whose outputs it walks.
+"""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_parameters_or_buffers_on_the_meta_device_are_refused() -> None:
 
 
 @distributed(world_size=2, timeout=WATCHDOG_S)
-def test_a_model_that_differs_between_ranks_is_refused_before_anything_is_sent() -> None:
+def test_a_model_that_differs_between_ranks_is_refused_on_all_ranks() -> None:
     def widened() -> nn.Module:
         return Mlp(width=16)
 

@@ -230,7 +230,7 @@ def test_what_cannot_be_loaded_is_refused_on_all_ranks_and_changes_nothing() -> 
 
 
 @distributed(world_size=2)
-def test_model_load_state_dict_refreshes_the_masters_below_stage_3() -> None:
+def test_model_load_state_dict_reaches_the_masters_below_stage_3() -> None:
     given = build(seed=5).state_dict()
     for settings in ({}, {"bf16": {"enabled": True}}):
         for stage in (0, 1, 2):

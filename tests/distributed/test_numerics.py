@@ -143,6 +143,7 @@ def test_clipping_a_not_finite_gradient_spoils_it_on_all_ranks(stage: int) -> No
     zero.backward(awkward_loss(zero.model, 0) * factor)
     norm = zero.clip_norm(1.0)
     assert not torch.isfinite(norm)
+    assert any(grad is not None and not torch.isfinite(grad).all() for grad in zero.grads().values())
     zero.close()
 
 

@@ -37,7 +37,7 @@ ROUTES = Recipe(build=lambda _: Routes())
 
 
 @distributed(world_size=2)
-def test_units_are_gathered_for_their_forward_and_their_backward_and_released_after() -> None:
+def test_units_are_gathered_for_their_forward_and_their_backward_and_resharded_after() -> None:
     zero = Zero(ROUTES, stage=3, stage3_prefetch_bucket_size=0)
     recorder = Recorder(zero.engine)
     for step in range(3):
@@ -51,7 +51,7 @@ def test_units_are_gathered_for_their_forward_and_their_backward_and_released_af
 
 
 @distributed(world_size=2)
-def test_prefetch_starts_the_next_gather_of_the_last_iteration_one_unit_ahead() -> None:
+def test_prefetch_starts_the_next_gather_of_the_last_pass_one_unit_ahead() -> None:
     zero = Zero(ROUTES, stage=3)
     recorder = Recorder(zero.engine)
     zero.backward(route_loss(zero.model, 0))
@@ -138,7 +138,7 @@ def test_parameters_are_no_inference_tensors_after_inference_mode() -> None:
 
 
 @distributed(world_size=2)
-def test_a_forward_without_a_backward_leaves_the_next_iteration_right() -> None:
+def test_a_forward_without_a_backward_leaves_the_next_micro_batch_right() -> None:
     def loss(model: nn.Module, step: int) -> Tensor:
         model(inputs(step + 50))  # an evaluation that forgot no_grad
         return route_loss(model, step)

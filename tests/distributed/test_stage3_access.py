@@ -53,7 +53,7 @@ def test_unsharded_params_nest_and_leave_everything_as_it_was() -> None:
     recorder.take()
     for step in range(2):
         zero.backward(route_loss(zero.model, step))
-        assert recorder.take()[:4] == ["+root", "+a", "+b", "-a"], f"prefetch is lost in iteration {step}"
+        assert recorder.take()[:4] == ["+root", "+a", "+b", "-a"], f"prefetch is lost in micro-batch {step}"
     zero.close()
 
 

@@ -121,7 +121,7 @@ def test_gradient_clipping_of_the_config_counts_where_the_trainer_has_none() -> 
 
 
 @distributed(world_size=2)
-def test_precision_plugins() -> None:
+def test_each_precision_equals_ddp_or_the_other_stages() -> None:
     for precision in ("bf16-mixed", "64-true"):
         with subtest(f"{precision}, ddp"):
             expected = fit(ddp(), precision=precision)
@@ -322,7 +322,7 @@ class ConfiguredAnew(Configured):
 
 
 @distributed(world_size=2)
-def test_configure_model_is_supported() -> None:
+def test_a_model_built_in_configure_model_trains_as_under_ddp() -> None:
     with subtest("ddp"):
         expected = fit(ddp(), Configured)
     for stage in (2, 3):

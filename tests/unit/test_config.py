@@ -126,11 +126,8 @@ def test_flat_keywords_equal_nested_blocks() -> None:
 
 def test_keywords_beat_the_source_and_none_is_not_given() -> None:
     config = ZeroConfig.load(STAGE_3, stage=2, overlap_comm=None, leaf_module={"names": ["model.moe"]})
-    assert (config.stage, config.zero_optimization.overlap_comm, config.leaf_names) == (
-        2,
-        True,
-        ("model.moe",),
-    )
+    zero = config.zero_optimization
+    assert (config.stage, zero.overlap_comm, zero.leaf_module.names) == (2, True, ("model.moe",))
 
 
 def test_source_dict_is_not_written_to_nor_shared() -> None:
@@ -142,7 +139,7 @@ def test_source_dict_is_not_written_to_nor_shared() -> None:
     config = ZeroConfig.load(source, bf16=True).resolve(2, auto={"gradient_clipping": 0.5})
     assert source == before
     source["zero_optimization"]["leaf_module"]["classes"].append("Other")  # type: ignore[index]
-    assert ZeroConfig.load(config).leaf_classes == ("Moe",)
+    assert ZeroConfig.load(config).zero_optimization.leaf_module.classes == ("Moe",)
 
 
 def test_config_survives_pickling_copying_and_reloading() -> None:

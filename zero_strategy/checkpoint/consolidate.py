@@ -51,13 +51,12 @@ class ConsolidateOptions:
         max_shard_size_bytes: Of one weights file; a larger tensor gets a file of its own.
         trainable_only: Write the trainable parameters only, and no buffers.
         strip_prefix: Take what lies below this FQN prefix, and name it without; None: the prefix of the
-        Hugging
-            Face model in the checkpoint, if there is one.
+            Hugging Face model in the checkpoint, if there is one.
         hf_files: A folder whose tokenizer files are copied. Its config.json and generation_config.json serve
             only where the checkpoint has none: the checkpoint's describe the model that was trained, say
             with a resized vocabulary.
         force: Write into a folder that holds other files. Files of the same names and weight files are
-        replaced.
+            replaced.
     """
 
     dtype: torch.dtype | None = None

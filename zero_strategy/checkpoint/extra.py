@@ -31,7 +31,7 @@ def encode_extra(obj: object) -> tuple[JsonValue, dict[str, Tensor]]:
 
     Args:
         obj: dicts with string keys, lists, tuples (they come back as lists), str, int, float, bool, None,
-        tensors.
+            tensors.
 
     Returns:
         The JSON value for the manifest, and the tensors by the names ("extra/<n>") under which to store them.

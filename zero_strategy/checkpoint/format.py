@@ -64,9 +64,8 @@ __all__ = [
     "write_rank_file",
 ]
 
-MAX_OPEN_FILES = (
-    64  # of a reader; far below the usual limit of 1024 a process, as there may be a file per rank
-)
+# Of a reader; far below the usual limit of 1024 a process, as there may be a file per rank.
+MAX_OPEN_FILES = 64
 
 
 class Read(NamedTuple):

@@ -1,4 +1,9 @@
-"""Whole weights in the model's own names, gathered to rank 0 and scattered from it, piece by piece."""
+"""Whole weights in the model's own names, gathered to rank 0 and scattered from it, piece by piece.
+
+Called by the engine, for `full_state_dict` and `load_full_state_dict`, and by `parts` and `save_load` for
+what modules keep beside parameters and buffers. It knows buckets and masters, and must not know the files of
+a checkpoint, optimizers or the stage.
+"""
 
 from __future__ import annotations
 

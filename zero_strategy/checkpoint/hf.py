@@ -1,6 +1,6 @@
 """What a Hugging Face folder needs beside weights: configs of a model, small files of another folder.
 
-Called by `save_load` (to record the configs of the model being trained) and by `consolidate` (to write
+Called by `parts` (to record the configs of the model being trained) and by `consolidate` (to write
 them). A transformers model is recognised by what its config offers, so transformers itself is never
 imported and need not be installed. It knows nothing of shards.
 """
@@ -18,9 +18,8 @@ from torch import nn
 from zero_strategy.checkpoint.records import HFRecord
 from zero_strategy.errors import CheckpointError
 
-# Tokenizers, processors, chat templates, configs and the code of custom models. Never weights, whatever
-# they are called: an allow-list, since a weight file that is copied by mistake would shadow the trained
-# weights.
+# Tokenizers, processors, chat templates, configs and the code of custom models. Never weights, whatever they
+# are called: an allow-list, since a weight file copied by mistake would shadow the trained weights.
 _SIDE_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".bpe"}
 _SIDE_FOLDERS = {"additional_chat_templates"}
 _CONFIG_FILES = ("config.json", "generation_config.json")

@@ -19,8 +19,7 @@ FORMAT: Final = "zero_strategy"
 
 # Strict: JSON's true is not 1, and 1.0 is not a count.
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
-# A plain name: no separator, no "..", nothing hidden, so that joining it to the folder stays inside the
-# folder.
+# A plain name: no separator, no "..", nothing hidden, so that it stays inside the folder it is joined to.
 FileName = Annotated[str, StringConstraints(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
 Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
 

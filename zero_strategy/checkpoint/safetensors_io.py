@@ -174,7 +174,7 @@ def write_rank_file(
     Args:
         path: A file that does not exist yet. It is removed again if anything fails.
         tensors: Key and tensor; tensors may lie on any device and are copied to the host in pieces of 64 MiB.
-        metadata: For the header; see `manifest.file_metadata`.
+        metadata: For the header; see `records.file_metadata`.
 
     Returns:
         One record a tensor, in the order given.
@@ -183,7 +183,7 @@ def write_rank_file(
         tensors [numel] each; others are stored flattened
     Raises:
         CheckpointError: The disk is full, the folder is not writable, a dtype cannot be stored, a key
-        appears twice.
+            appears twice.
     """
     named = dict(_unique(path, tensors.items() if isinstance(tensors, Mapping) else tensors))
     specs = [TensorSpec(key, (tensor.numel(),), tensor.dtype) for key, tensor in named.items()]

@@ -1,9 +1,9 @@
 """A checkpoint of a running engine: every rank writes what it owns, and reads the ranges it needs.
 
-Nothing is gathered in either direction. Every rank stores its range of every parameter, buffer shards
-included, as named runs of elements; loading asks `CheckpointReader` for the runs that this rank owns now,
-whatever the world size, stage or bucket size was that wrote them. Called by the engine; the format is
-`format`'s business.
+Nothing is gathered in either direction. Every rank stores its range of every parameter and of its state, as
+named runs of elements; rank 0 also buffers and extra state. Loading asks `CheckpointReader` for the runs that
+this rank owns now, whatever the world size, stage or bucket size was that wrote them. Called by the engine;
+the format is `format`'s business.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def load(parts: Parts, path: str) -> Any:
     # Rank 0 looks into every file; the others check those they read from.
     reader = _agreed(collectives, lambda: CheckpointReader(path, check_files=is_first))
     with reader:
-        _check_same(path, collectives.gather_json([path, reader.manifest.checkpoint_id]))
+        _check_same(collectives.gather_json([path, reader.manifest.checkpoint_id]))
         collectives.agree(_check_fits(parts, reader.manifest, path))
         if reader.manifest.optimizers and not parts.optimizers:
             log_event(
@@ -225,7 +225,7 @@ def _make_folder(folder: Path) -> None:
 # -- reading --
 
 
-def _check_same(path: str, paths_and_ids: list[list[str]]) -> None:
+def _check_same(paths_and_ids: list[list[str]]) -> None:
     """Raise on all ranks if they have opened different checkpoints."""
     for rank, (other, checkpoint_id) in enumerate(paths_and_ids):
         if checkpoint_id != paths_and_ids[0][1]:

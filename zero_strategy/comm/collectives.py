@@ -115,11 +115,11 @@ class Collectives:
 
     def end_reductions(self) -> None:
         """Let go of the memory that reductions have kept; to be called after the last of a backward."""
-        self._receive.release()
+        self._receive.drop()
 
     def memory(self) -> MemoryUse:
         """Return the bytes of the buffer that reductions receive into."""
-        return MemoryUse(grads=self._receive.nbytes)
+        return MemoryUse(grads=self._receive.held_bytes)
 
     def _finish_mean(self, full: Tensor, received: Tensor, output: Tensor) -> None:
         ordered.mean_in_rank_order(full, received, output, self.rank)
@@ -169,12 +169,12 @@ class Collectives:
             sizes = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
             own_size = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
             dist.all_gather(list(sizes.split(1)), own_size, group=group)
-            longest = int(sizes.max().item())
-            padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+            longest_bytes = int(sizes.max().item())
+            padded = torch.zeros(longest_bytes, dtype=torch.uint8, device="cpu")
             padded[: len(payload)] = _to_tensor(payload)
-            gathered = torch.empty(self.world_size, longest, dtype=torch.uint8, device="cpu")
+            gathered = torch.empty(self.world_size, longest_bytes, dtype=torch.uint8, device="cpu")
             dist.all_gather(list(gathered.unbind()), padded, group=group)
-        self._ledger.record("control", (self.world_size - 1) * (longest + 8))
+        self._ledger.record("control", (self.world_size - 1) * (longest_bytes + 8))
         return [
             json.loads(bytes(row[: int(size.item())].numpy()))
             for row, size in zip(gathered, sizes, strict=True)

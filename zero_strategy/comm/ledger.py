@@ -87,7 +87,7 @@ class Ledger:
         self._held_of_step = 0
         self._before = _Totals({}, 0)
         self._owners: list[Callable[[], MemoryUse]] = []
-        self._formulas: Callable[[], str] | None = None
+        self._write_report: Callable[[], str] | None = None
         self.reset()
 
     # -- counting --
@@ -141,9 +141,9 @@ class Ledger:
         """Register a function that reports what its owner holds."""
         self._owners.append(owner)
 
-    def explain_with(self, report: Callable[[], str]) -> None:
+    def report_with(self, report: Callable[[], str]) -> None:
         """Register the function that writes the report; it knows the formulas to print beside the counts."""
-        self._formulas = report
+        self._write_report = report
 
     @property
     def memory(self) -> dict[str, int]:
@@ -155,6 +155,6 @@ class Ledger:
 
     def report(self) -> str:
         """Return a table of bytes held and bytes sent, the formula beside each."""
-        if self._formulas is None:
+        if self._write_report is None:
             return "\n".join(f"{kind}: {count}" for kind, count in {**self.memory, **self.comm}.items())
-        return self._formulas()
+        return self._write_report()

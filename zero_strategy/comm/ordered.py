@@ -24,12 +24,12 @@ class ReceiveBuffer:
     allocation of this size gets fresh pages every time. Device memory is not kept: its allocator recycles.
 
     Attributes:
-        nbytes: Bytes that exist now, in use or kept.
+        held_bytes: Bytes that exist now, in use or kept.
     """
 
     def __init__(self) -> None:
         self._kept: Tensor | None = None  # [n] uint8
-        self.nbytes = 0
+        self.held_bytes = 0
 
     def take(self, full: Tensor) -> Tensor:
         """Return memory for the versions of all ranks; what is under way already keeps its own.
@@ -37,15 +37,15 @@ class ReceiveBuffer:
         Shapes:
             full [padded_numel] -> [padded_numel], same dtype, uninitialised
         """
-        needed = full.numel() * full.element_size()
+        needed_bytes = full.numel() * full.element_size()
         raw, self._kept = self._kept, None
-        if raw is not None and (raw.numel() < needed or raw.device != full.device):
-            self.nbytes -= raw.numel()
+        if raw is not None and (raw.numel() < needed_bytes or raw.device != full.device):
+            self.held_bytes -= raw.numel()
             raw = None
         if raw is None:
-            raw = torch.empty(needed, dtype=torch.uint8, device=full.device)
-            self.nbytes += needed
-        return raw[:needed].view(full.dtype)
+            raw = torch.empty(needed_bytes, dtype=torch.uint8, device=full.device)
+            self.held_bytes += needed_bytes
+        return raw[:needed_bytes].view(full.dtype)
 
     def give_back(self, received: Tensor) -> None:
         """Take memory back when its reduction has finished."""
@@ -53,12 +53,12 @@ class ReceiveBuffer:
         if self._kept is None and received.device.type == "cpu":
             self._kept = raw
         else:
-            self.nbytes -= raw.numel()
+            self.held_bytes -= raw.numel()
 
-    def release(self) -> None:
+    def drop(self) -> None:
         """Let go of what is kept."""
         if self._kept is not None:
-            self.nbytes -= self._kept.numel()
+            self.held_bytes -= self._kept.numel()
             self._kept = None
 
 

@@ -33,8 +33,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero3_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
 }
 
-# Lightning's own message for an unknown name lists only its own strategies, so the likely slips are names
-# that answer.
+# Lightning's own message for an unknown name lists its own strategies only: these likely slips do answer.
 MISTAKEN_NAMES = ("zero", "zero0", "zero4", "zero5")
 
 log = logging.getLogger(__name__)

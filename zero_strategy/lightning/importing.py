@@ -58,9 +58,8 @@ class _PostImportFinder:
 
     def _extend_loader(self, spec: ModuleSpec) -> None:
         loader = spec.loader
-        if loader is None or isinstance(
-            loader, type
-        ):  # namespace packages and built-in modules: nothing of ours
+        # Namespace packages and built-in modules: nothing of ours.
+        if loader is None or isinstance(loader, type):
             return
         exec_module = loader.exec_module
 

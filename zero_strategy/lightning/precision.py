@@ -61,9 +61,8 @@ def _zero_class(cls: type, namespace: str) -> type:
     # After the plugin's own class in the method order: what a user's plugin overrides still counts.
     bases = (base,) if issubclass(base, cls) else (cls, base)
 
-    def reduce(
-        self: Any,
-    ) -> tuple[Any, ...]:  # the class has no importable name; `spawn` launches pickle plugins
+    # The class has no importable name, and `spawn` launches pickle plugins.
+    def reduce(self: Any) -> tuple[Any, ...]:
         return _rebuild_plugin, (cls, namespace, vars(self))
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce__": reduce}

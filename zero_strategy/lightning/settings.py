@@ -95,10 +95,8 @@ def _check_precision(config: ZeroConfig, precision: str) -> None:
 
 
 def _check_clipping(config: ZeroConfig, trainer: Any) -> None:
-    value, algorithm = (
-        trainer.gradient_clip_val,
-        str(getattr(trainer.gradient_clip_algorithm, "value", "norm")),
-    )
+    value = trainer.gradient_clip_val
+    algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", "norm"))
     if value is None or not config.is_given("gradient_clipping"):
         return
     if value == config.gradient_clipping and algorithm == "norm":
@@ -127,8 +125,7 @@ def _check_accumulation(config: ZeroConfig, num_micro_batches: int) -> ZeroConfi
 
 def _loader_batch_size(trainer: Any) -> int:
     """Return the batch size of the loader given to `fit`, or 1 if not known yet; only "auto" asks for it."""
-    loader = (
-        trainer.fit_loop._data_source.instance
-    )  # a loader, or a module or datamodule that makes one later
+    # A loader, or a module or datamodule that makes one later.
+    loader = trainer.fit_loop._data_source.instance
     size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return size if isinstance(size, int) else 1

@@ -152,7 +152,7 @@ class ZeroStrategyHooks(_Base):  # type: ignore[misc]
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the user's optimizers and schedulers, and shard each optimizer."""
         self._reset_optimizers_and_schedulers()
-        self.engine.release_optimizers()
+        self.engine.forget_optimizers()
         super().setup_optimizers(trainer)
         # Lightning puts a stand-in where `configure_optimizers` returns None; it holds none of the module's
         # parameters.

@@ -1,7 +1,7 @@
 """Gradient clipping on slices: the same norm and the same coefficient on every rank.
 
 Norms are computed in fp64 and rounded once, so that they do not depend on stage, world size or bucket size.
-Pure functions over the slices that a rank holds, but for the sum over ranks in `global_norm`.
+Both work on the slices that a rank holds: `global_norm` adds up over ranks; `clip_coefficient` is pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What the parts of the optimizer side tell one another about parameters, slices and their state."""
+"""What the parts of the optimizer side tell one another about parameters, slices and their state.
+
+Used by `sharded_optimizer` and `full_state`, so that the latter need not import the optimizer's class, and by
+the engine and `intact` for `Place`. Types only: nothing here computes or communicates, or knows a stage.
+"""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class ShardedOptimizer(Optimizer):
         collectives: Collectives,
         settings: StepSettings,
     ) -> None:
-        """Wrap an optimizer whose parameters have been sharded; `check_optimizer` must have passed.
+        """Wrap an optimizer that `check_elementwise` and `check_params` have passed.
 
         Args:
             inner: The user's optimizer.
@@ -347,13 +347,13 @@ class ShardedOptimizer(Optimizer):
             yield self.buckets
             return
         chunk: list[Bucket] = []
-        filled = 0
+        filled_numel = 0
         for bucket in self.buckets:
-            if chunk and filled + bucket.owned_numel > self._run.settings.sub_group_numel:
+            if chunk and filled_numel + bucket.owned_numel > self._run.settings.sub_group_numel:
                 yield chunk
-                chunk, filled = [], 0
+                chunk, filled_numel = [], 0
             chunk.append(bucket)
-            filled += bucket.owned_numel
+            filled_numel += bucket.owned_numel
         yield chunk
 
 
