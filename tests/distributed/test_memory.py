@@ -127,10 +127,10 @@ def cut_off(state: Any) -> set[int]:
     return set()
 
 
-def settle(is_settled: Callable[[], bool]) -> None:
-    """Look again until it is true, for two seconds: a thread of gloo may drop its tensors a moment later."""
+def settle(history: list[Alive], bound_bytes: float) -> None:
+    """Look again until no more is alive, for two seconds: a thread of gloo may drop its tensors a moment later."""  # noqa: E501X
     deadline = time.monotonic() + 2
-    while not is_settled() and time.monotonic() < deadline:
+    while sum(history[-1].values()) > bound_bytes and time.monotonic() < deadline:
         time.sleep(0.01)
         torch.zeros(1)  # the tracker looks at every operation
 
@@ -148,7 +148,7 @@ def test_the_users_model_is_let_go_of_bucket_by_bucket_while_it_is_sharded() -> 
                 engine = zs.ZeroEngine(model, config(3, bf16))
                 # A rank keeps its shard of the parameters, and of the values from before rounding.
                 kept = sizes.shard + (2 * sizes.shard if bf16 else 0)
-                settle(lambda: sum(history[-1].values()) <= kept + SLACK_BYTES)
+                settle(history, kept + SLACK_BYTES)
             # Of the bucket that is being moved: its flat buffer, and while casting its fp32 values.
             moving = sizes.unit + (2 * sizes.unit if bf16 else 0)
             for alive in history:
