@@ -128,7 +128,7 @@ def cut_off(state: Any) -> set[int]:
 
 
 def settle(history: list[Alive], bound_bytes: float) -> None:
-    """Look again until no more is alive, for two seconds: a thread of gloo may drop its tensors a moment later."""  # noqa: E501X
+    """Look again until no more is alive, at most two seconds: gloo may drop its tensors a moment later."""
     deadline = time.monotonic() + 2
     while sum(history[-1].values()) > bound_bytes and time.monotonic() < deadline:
         time.sleep(0.01)
