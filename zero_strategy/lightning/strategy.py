@@ -2,7 +2,7 @@
 
 Built once per Lightning namespace (`make_strategy`), on top of its `DDPStrategy`: launching, process groups,
 samplers and `reduce`/`broadcast`/`barrier` are DDP's; the model is never wrapped in DDP. This file only
-translates: when the engine is built, in which scope a step runs, what goes into a checkpoint. It knows
+translates: when the engine is built and in which scope a step runs (checkpoints: `checkpoints.py`). It knows
 nothing of buckets or shards.
 
 [Note: The model stays where it is]
@@ -15,7 +15,7 @@ works.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,8 @@ import torch
 from zero_strategy import root_methods
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.errors import CheckpointError, ConfigError, ShardingError
+from zero_strategy.errors import ConfigError, ShardingError
+from zero_strategy.lightning.checkpoints import CheckpointHooks
 from zero_strategy.lightning.precision import to_zero_plugin
 from zero_strategy.lightning.settings import load_config, resolve_for_trainer, shards_alike
 
@@ -32,8 +33,6 @@ from zero_strategy.lightning.settings import load_config, resolve_for_trainer, s
 _Base: Any = object
 
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-
-MASTERS_KEY = "zero_strategy_masters"  # in a checkpoint file: fp32 weights under the names of the state dict
 
 # Keywords of DDPStrategy that mean the same here; the others are settings of DDP's own wrapper.
 DDP_KEYWORDS = (
@@ -48,7 +47,7 @@ DDP_KEYWORDS = (
 )
 
 
-class ZeroStrategyHooks(_Base):  # type: ignore[misc]
+class ZeroStrategyHooks(CheckpointHooks, _Base):  # type: ignore[misc]
     """ZeRO stages 1, 2 and 3 for Lightning's Trainer; `ZeroStrategy` is this on top of a `DDPStrategy`.
 
     Example:
@@ -197,54 +196,6 @@ class ZeroStrategyHooks(_Base):  # type: ignore[misc]
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    # -- checkpoints: one file, the format of any other strategy --
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: weights are loaded into shards, so the engine must exist."""
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Gather the whole state dict. Collective; CPU tensors on rank 0, {} elsewhere."""
-        return self.engine.full_state_dict()
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Gather an optimizer's state in torch's own format. Collective; no tensors but on rank 0."""
-        unwrapped = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
-        state: dict[str, Any] = unwrapped.state_dict()
-        return state
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one file through the `CheckpointIO`, on rank 0. Collective.
-
-        Beside what Lightning has put there, a file to resume from holds the fp32 masters of 16-bit weights.
-        """
-        if checkpoint.get("optimizer_states") and _has_16_bit_weights(self.engine):
-            checkpoint[MASTERS_KEY] = self.engine.full_state_dict(dtype=torch.float32, trainable_only=True)
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights, of any strategy, into shards. Collective."""
-        self.engine.load_full_state_dict(checkpoint["state_dict"], strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole optimizer states and masters, of any strategy, into shards. Collective."""
-        if MASTERS_KEY in checkpoint:
-            # `on_load_checkpoint` may have edited weights: a master counts only where it still rounds to one.
-            weights, masters = checkpoint["state_dict"], checkpoint[MASTERS_KEY]
-            merged = more_precise(weights, masters) if self.is_global_zero else {}
-            self.engine.load_full_state_dict(merged, strict=False)
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise CheckpointError(
-                what=f"The checkpoint has {len(states)} optimizers, the module {len(self.optimizers)}.",
-                why="Their states are matched by position.",
-                fix="Let configure_optimizers return what it did when the file was written, or load weights "
-                "only: load_from_checkpoint, then fit without ckpt_path.",
-            )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
-
     # -- queries --
 
     @property
@@ -308,19 +259,6 @@ def _give_up(engine: ZeroEngine, config: ZeroConfig, precision: str) -> None:
         why="Another engine needs it whole on every rank first, which stage 3 promises never to do.",
         fix="Run with the settings of the former run, or save a checkpoint and load it into a new module.",
     )
-
-
-def more_precise(weights: Mapping[str, Any], masters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, element by element, the master where it rounds to the weight, else the weight, in fp32."""
-    return {
-        name: torch.where(master.to(weights[name].dtype) == weights[name], master, weights[name].float())
-        for name, master in masters.items()
-        if name in weights
-    }
-
-
-def _has_16_bit_weights(engine: ZeroEngine) -> bool:
-    return any(param.is_floating_point() and param.element_size() < 4 for param in engine.model.parameters())
 
 
 def _would_convert(module: torch.nn.Module, precision: str) -> bool:
