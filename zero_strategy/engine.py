@@ -18,12 +18,15 @@ from torch.optim import Optimizer
 from zero_strategy import root_methods
 from zero_strategy.bucket import FREED_VERSION, Bucket
 from zero_strategy.bucketing import check_model, describe_model, plan_buckets, summarize
-from zero_strategy.checkpoint import full_weights, save_load
+from zero_strategy.checkpoint import full_weights
+from zero_strategy.checkpoint.opened import OpenCheckpoint
+from zero_strategy.checkpoint.parts import Parts
+from zero_strategy.checkpoint.save import save
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.ledger import Ledger, MemoryUse
 from zero_strategy.comm.topology import Topology
 from zero_strategy.config import ZeroConfig
-from zero_strategy.errors import CheckpointError, ConfigError, ShardingError
+from zero_strategy.errors import ConfigError, ShardingError
 from zero_strategy.intact import check_intact
 from zero_strategy.lifecycle import ParamLifecycle
 from zero_strategy.log import log_event, log_once
@@ -340,15 +343,8 @@ class ZeroEngine:
         """
         self._begin_call("load_full_state_dict")
         result = full_weights.scatter(self.model, self.buckets, self._masters, state_dict, self._collectives)
-        if strict and (result.missing_keys or result.unexpected_keys):
-            raise CheckpointError(
-                what=f"The weights do not fit the model: missing {result.missing_keys[:5]}, unexpected "
-                f"{result.unexpected_keys[:5]} ({len(result.missing_keys)} and {len(result.unexpected_keys)} "
-                f"names).",
-                why="With strict=True every name must have its match. What did match has been loaded.",
-                fix="Load them into the model they were saved from, or pass strict=False and look at the "
-                "result.",
-            )
+        if strict:
+            full_weights.require_names(result, so_far="What did match has been loaded.")
         return result
 
     def sync_masters_from_params(self) -> None:
@@ -357,19 +353,22 @@ class ZeroEngine:
 
     # -- checkpoints --
 
-    def save_checkpoint(self, path: str | os.PathLike[str], extra: Any = None) -> None:
+    def save_checkpoint(
+        self, path: str | os.PathLike[str], extra: Any = None, *, weights_only: bool = False
+    ) -> None:
         """Write weights, masters, optimizers and `extra` into a folder. Collective.
 
         Args:
             path: The folder; made if missing. A checkpoint that is there stays valid until the new one is
                 complete.
             extra: Nested dicts and lists of JSON values and tensors. Rank 0's is kept.
+            weights_only: Leave the optimizers out.
 
         Raises:
             CheckpointError: Something cannot be written; on all ranks.
         """
         self._require_intact()
-        save_load.save(self._parts(), os.fspath(path), extra)
+        save(self._parts([] if weights_only else self.optimizers), os.fspath(path), extra)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> Any:
         """Take over a checkpoint, saved at whatever world size, stage and bucket size. Collective.
@@ -383,18 +382,22 @@ class ZeroEngine:
         Raises:
             CheckpointError: It is missing, incomplete, damaged, or of another model; on all ranks.
         """
-        extra = save_load.load(self._parts(), os.fspath(path))
-        self._lifecycle.reshard_idle()
-        return extra
+        with self.open_checkpoint(path) as opened:
+            return opened.load_all()
 
-    def _parts(self) -> save_load.Parts:
-        return save_load.Parts(
+    def open_checkpoint(self, path: str | os.PathLike[str]) -> OpenCheckpoint:
+        """Open a checkpoint to take it over in steps, as `load_checkpoint` does at once. Collective."""
+        return OpenCheckpoint(self._parts(self.optimizers), os.fspath(path))
+
+    def _parts(self, optimizers: list[ShardedOptimizer]) -> Parts:
+        return Parts(
             model=self.model,
             buckets=self.buckets,
             masters=self._masters,
-            optimizers=self.optimizers,
+            optimizers=optimizers,
             collectives=self._collectives,
             stage=self.config.stage,
+            reshard_idle=self._lifecycle.reshard_idle,
         )
 
     # -- end --

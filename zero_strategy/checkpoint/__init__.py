@@ -4,5 +4,6 @@ Order of imports, lowest first: `elements` (bytes), `safetensors_io` (one file),
 the index), `extra` (the user's own state), `manifest` (the index of a folder), `format` (reading a folder by
 name and range; the names of all of the above), `inspection` (a folder as a table), `hf` (what a Hugging Face
 folder needs), `full_weights` (whole weights of a running engine), `parts` (what of an engine goes into a
-checkpoint), `save_load`, `consolidate`. Up to `format` nothing knows what a bucket is.
+checkpoint), `together` (so that all ranks raise if one fails), `stored_weights`, `opened` (loading), `save`,
+`consolidate`. Up to `format` nothing knows what a bucket is.
 """

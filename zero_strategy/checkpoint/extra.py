@@ -1,8 +1,8 @@
 """The user's own state in a checkpoint: nested dicts and lists of JSON values and tensors.
 
 Turns such a structure into JSON (kept in the manifest) and flat named tensors (kept in a rank file), and
-back. Called by `save_load`. Nothing is pickled, so loading a checkpoint runs no code; the price is that
-only these types pass, and the error for another type says where in the structure it sits.
+back. Called by `save` and `opened`. Nothing is pickled, so loading runs no code; the price is that only
+these types pass, and the error for another type says where in the structure it sits.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 `plan_reads` is the one function that maps what a reader wants to what the writers stored. It serves another
 world size, another stage, another bucket size and consolidation alike, because all of them ask for an
-element range of a named tensor. Called by `save_load`, `consolidate` and the command line, which import the
-other names of the format (manifest, rank files, extra state) from here too. It does not know who wants the
-elements, or why.
+element range of a named tensor. Called by `save`, `opened`, `consolidate` and the command line, which import
+the other names of the format (manifest, rank files, extra state) from here too. It does not know who wants
+the elements, or why.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whole weights in the model's own names, gathered to rank 0 and scattered from it, piece by piece.
 
-Called by the engine, for `full_state_dict` and `load_full_state_dict`, and by `parts` and `save_load` for
-what modules keep beside parameters and buffers. It knows buckets and masters, and must not know the files of
-a checkpoint, optimizers or the stage.
+Called by the engine, for `full_state_dict` and `load_full_state_dict`, and by `parts`, `save` and `opened`
+for what modules keep beside parameters and buffers. It knows buckets and masters, and must not know the files
+of a checkpoint, optimizers or the stage.
 """
 
 from __future__ import annotations
@@ -142,6 +142,40 @@ def write_param(bucket: Bucket, index: int, whole: Tensor, masters: Masters) -> 
             bucket.param_shard[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
             if master is not None:
                 master.weights[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
+
+
+def more_precise(weights: Mapping[str, Any], masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return, element by element, the master where it rounds to the weight, else the weight, in fp32.
+
+    Args:
+        weights: May have been edited since the masters were stored.
+        masters: Of some of them; those that have no weight of their name and shape are left out.
+    """
+    return {
+        name: torch.where(master.to(weights[name].dtype) == weights[name], master, weights[name].float())
+        for name, master in masters.items()
+        if isinstance(weights.get(name), Tensor) and weights[name].shape == master.shape
+    }
+
+
+def require_names(result: LoadResult, *, so_far: str) -> None:
+    """Raise if a name has no match.
+
+    Args:
+        result: What did not match; the same on all ranks.
+        so_far: What has been loaded, for the message.
+
+    Raises:
+        CheckpointError: There is a missing or an unexpected name.
+    """
+    if not result.missing_keys and not result.unexpected_keys:
+        return
+    raise CheckpointError(
+        what=f"The weights do not fit the model: missing {result.missing_keys[:5]}, unexpected "
+        f"{result.unexpected_keys[:5]} ({len(result.missing_keys)} and {len(result.unexpected_keys)} names).",
+        why=f"With strict=True every name must have its match. {so_far}",
+        fix="Load them into the model they were saved from, or pass strict=False and look at the result.",
+    )
 
 
 # -- helpers --

@@ -1,7 +1,7 @@
 """The index of a checkpoint folder: which element run of which tensor lies in which file.
 
 Owns the schema of `manifest.json`, its checks, and the commit: the atomic rename that turns a set of
-written rank files into the checkpoint. Called by `format`, `save_load`, `consolidate` and the command line.
+written rank files into the checkpoint. Called by `format`, `save`, `consolidate` and the command line.
 It reads no tensor data and does not know what a stage or a shard is.
 
 [Note: Commit by rename]

@@ -1,11 +1,11 @@
 """The parts of an engine that a checkpoint is made of, and what the manifest says of them.
 
-Called by `save_load` only. It describes; it reads and writes no file and talks to no other rank.
+Called by `save`, `opened` and `fits`. It describes; it reads and writes no file and talks to no other rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from zero_strategy.optim import full_state
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.precision import Masters
 
+MODULES_KEY = "$modules"  # of extra state, where modules have some too; `encode_extra` never makes it
+
 
 class Parts(NamedTuple):
     """The parts of an engine that a checkpoint is made of."""
@@ -40,6 +42,7 @@ class Parts(NamedTuple):
     optimizers: Sequence[ShardedOptimizer]
     collectives: Collectives
     stage: int
+    reshard_idle: Callable[[], None]  # to be called after weights have been written
 
 
 def manifest_of(parts: Parts, checkpoint_id: str, tables: list[Any], extra: Any) -> Manifest:
