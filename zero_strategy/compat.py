@@ -9,12 +9,15 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
@@ -61,6 +64,14 @@ def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtyp
     """Return the device and the dtype among the arguments of `Tensor.to`, None for what is not given."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype
+
+
+def outside_graphs(function: _Hook) -> _Hook:
+    """Return the function such that `torch.compile` runs it as it is, between two graphs.
+
+    As `torch.compiler.disable` does, without importing the compiler before the function is called.
+    """
+    return cast("_Hook", _disable_dynamo(function))
 
 
 def native_all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -94,9 +94,11 @@ class ParamLifecycle:
 
     # -- runtime --
 
+    @compat.outside_graphs
     def _pre_forward(self, used: Sequence[Bucket], module: nn.Module, args: Any) -> None:
         self.hold(used)
 
+    @compat.outside_graphs
     def _post_forward(self, used: Sequence[Bucket], module: nn.Module, args: Any, output: Any) -> Any:
         output = _without_views_of(used, output)
         if torch.is_grad_enabled():

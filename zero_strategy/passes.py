@@ -110,9 +110,11 @@ class ForwardPass:
         inert._on_begin, inert._on_end, inert._handles = [], [], []
         return inert
 
+    @compat.outside_graphs
     def _pre_forward(self, module: nn.Module, args: Any) -> None:
         self._enter()
 
+    @compat.outside_graphs
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._exit()
         # The outermost graph node of the model: the earliest sign of a backward, outside of any checkpoint.

@@ -149,9 +149,10 @@ def test_experts_without_tokens_hang_nobody_and_do_not_move(case: str) -> None:
 
 @pytest.mark.slow
 @distributed(world_size=2, timeout=200)
-@grid(stage=(1, 3))
-def test_blocks_compiled_one_by_one_equal_eager_ones(stage: int) -> None:
+@grid(stage=(1, 3), what=("each block's forward", "the model"))
+def test_compiled_blocks_and_models_equal_eager_ones(stage: int, what: str) -> None:
     """Case B032: hooks stay outside the graphs, and a block is compiled at most twice."""
+    torch._dynamo.reset()
     counts: dict[str, int] = {}
 
     def counting(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
@@ -160,8 +161,11 @@ def test_blocks_compiled_one_by_one_equal_eager_ones(stage: int) -> None:
 
     naive = Naive(Recipe(build=lambda _: Mlp(4)))
     zero = Zero(Recipe(build=lambda _: Mlp(4)), stage=stage)
-    for layer in zero.model.layers:
-        layer.forward = torch.compile(layer.forward, backend=counting)
+    if what == "the model":
+        zero.model.compile(backend=counting)
+    else:
+        for layer in zero.model.layers:
+            layer.forward = torch.compile(layer.forward, backend=counting)
     for step in range(6):
         for way in (naive, zero):
             way.backward(way.model(inputs(step)).pow(2).mean())
