@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from zero_strategy.errors import CheckpointError, ConfigError, OffloadError, ShardingError, ZeroError
     from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
+    FabricZeroStrategy: Any
     ZeroStrategy: Any
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "FabricZeroStrategy",
     "OffloadError",
     "ShardedOptimizer",
     "ShardingError",
@@ -40,10 +42,8 @@ _register_with_lightning()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ZeroStrategy":  # optional: the class derives from whichever Lightning is there
-        from zero_strategy.lightning import strategy_class
-
-        return strategy_class()
+    if name in ("ZeroStrategy", "FabricZeroStrategy"):  # optional: derived from whichever Lightning is there
+        return getattr(importlib.import_module("zero_strategy.lightning"), name)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES.get(name, "zero_strategy.errors")), name)

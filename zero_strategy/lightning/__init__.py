@@ -1,10 +1,10 @@
-"""Names for Lightning's Trainer: makes `Trainer(strategy="zero3")` work.
+"""Names for Lightning: makes `Trainer(strategy="zero3")` and `Fabric(strategy="zero3")` work.
 
-`register()` is called by `import zero_strategy`. It writes the strategy names into the registry of
-`lightning.pytorch` and of `pytorch_lightning`: at once where one of them is imported already, else right
-after its import (`importing.py`). Nothing here imports Lightning unless asked for the class, so `import
-zero_strategy` stays cheap and works with Lightning missing. The two packages are two sets of base classes, so
-each has its own `ZeroStrategy`, built by `strategy.make_strategy`.
+`register()` is called by `import zero_strategy`. It writes the strategy names into the registries of
+`lightning.pytorch`, `pytorch_lightning`, `lightning.fabric` and `lightning_fabric`: at once where one of them
+is imported already, else right after its import (`importing.py`). Nothing here imports Lightning unless asked
+for a class, so `import zero_strategy` stays cheap and works with Lightning missing. The four packages are
+four sets of base classes, so each has a class of its own, built by `strategy_class`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from zero_strategy.lightning.importing import call_after_import
 if TYPE_CHECKING:
     from types import ModuleType
 
-NAMESPACES = ("lightning.pytorch", "pytorch_lightning")  # in order of preference
+# In order of preference.
+TRAINERS = ("lightning.pytorch", "pytorch_lightning")
+FABRICS = ("lightning.fabric", "lightning_fabric")
 
 # name -> keywords of ZeroStrategy
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -44,10 +46,10 @@ def register() -> None:
 
     May be called any number of times.
     """
-    for namespace in NAMESPACES:
+    for namespace in TRAINERS + FABRICS:
         name = f"{namespace}.strategies"
         module = sys.modules.get(name)
-        if module is not None and "StrategyRegistry" in vars(module):
+        if module is not None and _registry_name(namespace) in vars(module):
             register_in(module)
         else:
             call_after_import(name, register_in)
@@ -57,10 +59,10 @@ def register_in(strategies: ModuleType) -> None:
     """Write the strategy names into one namespace's registry; names another package took stay as they are.
 
     Args:
-        strategies: The imported module `lightning.pytorch.strategies` or `pytorch_lightning.strategies`.
+        strategies: The imported module `strategies` of one of the four namespaces.
     """
     namespace = strategies.__name__.rpartition(".")[0]
-    registry = strategies.StrategyRegistry
+    registry = vars(strategies)[_registry_name(namespace)]
     for name, keywords in STRATEGIES.items():
         if name not in registry:
             # A function, not the class: importing Lightning must not import the engine.
@@ -78,51 +80,61 @@ def register_in(strategies: ModuleType) -> None:
             )
 
 
-def strategy_class(namespace: str | None = None) -> Any:
-    """Return the `ZeroStrategy` class of a Lightning namespace.
+def strategy_class(namespace: str) -> Any:
+    """Return the strategy class of a Lightning namespace.
 
     Args:
-        namespace: "lightning.pytorch" or "pytorch_lightning". By default the one that is imported (the first
-            if both are), else the first that is installed.
+        namespace: "lightning.pytorch" or "pytorch_lightning" for the Trainer, "lightning.fabric" or
+            "lightning_fabric" for Fabric.
 
     Returns:
         The class; always the same object for one namespace.
 
     Raises:
-        ConfigError: Neither package is installed, or `namespace` is neither of the two.
+        ConfigError: `namespace` is none of the four.
     """
-    if namespace is None:
-        namespace = (
-            next((n for n in NAMESPACES if f"{n}.strategies" in sys.modules), None) or _first_installed()
-        )
-    if namespace not in NAMESPACES:
+    if namespace not in TRAINERS + FABRICS:
         raise ConfigError(
             what=f"There is no ZeroStrategy for {namespace!r}.",
-            why=f"A strategy derives from its own Lightning package: {' or '.join(NAMESPACES)}.",
-            fix="Pass one of these names, or nothing to take the package that is imported.",
+            why=f"A strategy derives from its own Lightning package: {', '.join(TRAINERS + FABRICS)}.",
+            fix="Pass one of these names.",
         )
     return _class_of(namespace)
 
 
 @functools.cache
 def _class_of(namespace: str) -> Any:
-    from zero_strategy.lightning.strategy import make_strategy
+    from zero_strategy.lightning.base import derive
 
-    return make_strategy(namespace)
+    if namespace in FABRICS:
+        from zero_strategy.lightning.fabric import FabricHooks
+
+        return derive(FabricHooks, namespace, "FabricZeroStrategy")
+    from zero_strategy.lightning.strategy import TrainerHooks
+
+    return derive(TrainerHooks, namespace, "ZeroStrategy")
 
 
-def _first_installed() -> str:
-    for namespace in NAMESPACES:
+def _preferred(namespaces: tuple[str, ...]) -> str:
+    """Return the namespace that is imported, the first if both are, else the first that is installed."""
+    for namespace in namespaces:
+        if f"{namespace}.strategies" in sys.modules:
+            return namespace
+    for namespace in namespaces:
         try:
             importlib.import_module(f"{namespace}.strategies")
         except ImportError:
             continue
         return namespace
     raise ConfigError(
-        what="ZeroStrategy needs Lightning, and neither 'lightning' nor 'pytorch_lightning' can be imported.",
-        why="The strategy derives from Lightning's DDPStrategy.",
+        what=f"This strategy needs Lightning, and neither of {', '.join(namespaces)} can be imported.",
+        why="It derives from Lightning's DDPStrategy.",
         fix="pip install 'zero-strategy[lightning]', or use zero_strategy.ZeroEngine in a plain torch loop.",
     )
+
+
+def _registry_name(namespace: str) -> str:
+    return "STRATEGY_REGISTRY" if namespace in FABRICS else "StrategyRegistry"
 
 
 def _new_strategy(namespace: str, **keywords: Any) -> Any:
@@ -139,5 +151,7 @@ def _refuse_name(mistaken: str) -> None:
 
 def __getattr__(name: str) -> Any:
     if name == "ZeroStrategy":  # what a LightningCLI file names as class_path
-        return strategy_class()
+        return strategy_class(_preferred(TRAINERS))
+    if name == "FabricZeroStrategy":
+        return strategy_class(_preferred(FABRICS))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,16 +35,25 @@ def to_zero_plugin(plugin: Any, namespace: str) -> Any:
     Raises:
         ConfigError: The plugin computes in fp16.
     """
+    refuse_fp16(plugin)
+    cls = type(plugin)
+    if issubclass(cls, _clipping_base(namespace)):
+        return plugin
+    return _rebuild_plugin(cls, namespace, vars(plugin))
+
+
+def refuse_fp16(plugin: Any) -> None:
+    """Refuse a plugin, of the Trainer or of Fabric, that computes in fp16.
+
+    Raises:
+        ConfigError: It does.
+    """
     if str(plugin.precision) in REFUSED_PRECISIONS:
         raise ConfigError(
             what=f"precision={plugin.precision!r} cannot be used with ZeroStrategy.",
             why="Gradients in fp16 need a loss scaler that all ranks agree on; there is none for shards yet.",
             fix='Use precision="bf16-true" (bf16 parameters, fp32 masters), "bf16-mixed" or "32-true".',
         )
-    cls = type(plugin)
-    if issubclass(cls, _clipping_base(namespace)):
-        return plugin
-    return _rebuild_plugin(cls, namespace, vars(plugin))
 
 
 def _rebuild_plugin(cls: type, namespace: str, state: dict[str, Any]) -> Any:

@@ -1,8 +1,8 @@
-"""One truth where two places can set the same thing: the config and Lightning's Trainer.
+"""One truth where two places can set the same thing: the config and Lightning's Trainer or Fabric.
 
-Called by the strategy before it builds an engine. The Trainer decides precision, accumulation and clipping; a
-config that says something else is refused rather than one of the two ignored, and "auto" takes the Trainer's
-value. Must not know the engine.
+Called by the strategies before they build an engine. The Trainer decides precision, accumulation and
+clipping, Fabric the precision; a config that says something else is refused rather than one of the two
+ignored, and "auto" takes their value. Must not know the engine.
 """
 
 from __future__ import annotations
@@ -67,6 +67,26 @@ def resolve_for_trainer(config: ZeroConfig, trainer: Any, precision: str, world_
     return _check_accumulation(resolved, num_micro_batches).resolve(world_size)
 
 
+def resolve_for_fabric(config: ZeroConfig, precision: str, world_size: int) -> ZeroConfig:
+    """Complete a config with Fabric's values; the loop, with its batches and clipping, is the user's own.
+
+    Args:
+        config: As the user wrote it.
+        precision: Of the precision plugin, such as "bf16-true".
+        world_size: Number of ranks.
+
+    Returns:
+        The resolved config.
+
+    Raises:
+        ConfigError: Config and Fabric contradict each other, or something else than precision is "auto".
+    """
+    auto = {"bf16.enabled": precision == "bf16-true", "fp16.enabled": False}
+    resolved = config.resolve(world_size, auto=auto)
+    _check_precision(resolved, precision)
+    return resolved
+
+
 def shards_alike(first: ZeroConfig, second: ZeroConfig) -> bool:
     """Whether an engine built with one config does what the other asks for.
 
@@ -86,9 +106,9 @@ def _check_precision(config: ZeroConfig, precision: str) -> None:
     if not config.is_given("bf16.enabled") or enabled == (precision == "bf16-true"):
         return
     raise ConfigError(
-        what=f"The config has bf16.enabled = {enabled}, and the Trainer has precision={precision!r}.",
-        why="bf16.enabled means bf16 parameters with fp32 masters: the Trainer's precision='bf16-true'.",
-        fix="Pass Trainer(precision='bf16-true')."
+        what=f"The config has bf16.enabled = {enabled}, and Lightning has precision={precision!r}.",
+        why="bf16.enabled means bf16 parameters with fp32 masters: Lightning's precision='bf16-true'.",
+        fix="Pass precision='bf16-true' to the Trainer or to Fabric."
         if enabled
         else "Set bf16.enabled to true, 'auto', or leave it out.",
     )

@@ -1,9 +1,9 @@
 """`ZeroStrategy`: the engine behind the hooks that Lightning's Trainer calls.
 
-Built once per Lightning namespace (`make_strategy`), on top of its `DDPStrategy`: launching, process groups,
-samplers and `reduce`/`broadcast`/`barrier` are DDP's; the model is never wrapped in DDP. This file only
-translates: when the engine is built and in which scope a step runs (checkpoints: `checkpoints.py`). It knows
-nothing of buckets or shards.
+Stands on the `DDPStrategy` of a Lightning namespace: launching, process groups, samplers and
+`reduce`/`broadcast`/`barrier` are DDP's; the model is never wrapped in DDP. What Fabric needs as well is in
+`base.py`, checkpoints are in `checkpoints.py`. This file only translates: when the engine is built and in
+which scope a step runs. It knows nothing of buckets or shards.
 
 [Note: The model stays where it is]
 Stock strategies move the module and the optimizer state between devices (`setup`,
@@ -14,40 +14,20 @@ works.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
-
-from zero_strategy import root_methods
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.errors import ConfigError, ShardingError
+from zero_strategy.errors import ShardingError
+from zero_strategy.lightning.base import ZeroStrategyBase, reusable_engine
 from zero_strategy.lightning.checkpoints import CheckpointHooks
 from zero_strategy.lightning.precision import to_zero_plugin
-from zero_strategy.lightning.settings import load_config, resolve_for_trainer, shards_alike
-
-# What is written below stands in front of a `DDPStrategy`; which one is known in `make_strategy` only.
-_Base: Any = object
-
-_FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-
-# Keywords of DDPStrategy that mean the same here; the others are settings of DDP's own wrapper.
-DDP_KEYWORDS = (
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision_plugin",
-    "process_group_backend",
-    "timeout",
-    "start_method",
-)
+from zero_strategy.lightning.settings import resolve_for_trainer
 
 
-class ZeroStrategyHooks(CheckpointHooks, _Base):  # type: ignore[misc]
+class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
     """ZeRO stages 1, 2 and 3 for Lightning's Trainer; `ZeroStrategy` is this on top of a `DDPStrategy`.
 
     Example:
@@ -71,15 +51,12 @@ class ZeroStrategyHooks(CheckpointHooks, _Base):  # type: ignore[misc]
     """
 
     strategy_name = "zero"
-    namespace: str  # of the Lightning package this class derives from
+    precision_keyword = "precision_plugin"
     optimizers: Any  # DDPStrategy's property: a list
 
     def __init__(self, stage: int | None = None, config: Any = None, **keywords: Any) -> None:
-        ddp_keywords = {name: keywords.pop(name) for name in DDP_KEYWORDS if name in keywords}
-        self._zero_config: ZeroConfig = load_config(stage, config, keywords)
         self._engine: ZeroEngine | None = None
-        _refuse_spawn(self._zero_config, ddp_keywords.get("start_method", "popen"))
-        super().__init__(**ddp_keywords)
+        super().__init__(stage, config, **keywords)
 
     # -- what Lightning configures before a run --
 
@@ -92,18 +69,9 @@ class ZeroStrategyHooks(CheckpointHooks, _Base):  # type: ignore[misc]
     def precision_plugin(self, plugin: Any) -> None:
         self._precision_plugin = None if plugin is None else to_zero_plugin(plugin, self.namespace)
 
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create the model's tensors on the root device, or on the CPU at stage 3.
-
-        A model that needs stage 3 need not fit on one device whole: the engine moves it there shard by shard.
-        """
-        with super().tensor_init_context(empty_init):
-            if not self._zero_config.shards_params:
-                yield
-            else:
-                with torch.device("cpu"):  # the innermost device context counts
-                    yield
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Create the model's tensors on the root device, or on the CPU at stage 3."""
+        return self._creating_model(super().tensor_init_context(empty_init))
 
     # -- runtime, in the order of a run --
 
@@ -124,13 +92,9 @@ class ZeroStrategyHooks(CheckpointHooks, _Base):  # type: ignore[misc]
         """Return the engine a former run left on the module if it does what this one asks, else a new one."""
         module = self.lightning_module
         assert module is not None
-        engine = find_engine(module)
-        if engine is not None and not _holds_params_of(engine, module):
-            engine.close()  # `configure_model` has built the module anew
-        elif engine is not None:
-            if shards_alike(engine.config, config) and not _would_convert(module, precision):
-                return engine
-            _give_up(engine, config, precision)
+        engine = reusable_engine(module, config, precision)
+        if engine is not None:
+            return engine
         if fitting and self._layer_sync:
             # Not reverted after the run: the reverse would build new modules, without the engine's hooks.
             self.model = self._layer_sync.apply(module)
@@ -141,12 +105,7 @@ class ZeroStrategyHooks(CheckpointHooks, _Base):  # type: ignore[misc]
         """Move what the engine does not hold: metrics, and what the module says is its device."""
         module = self.lightning_module
         assert module is not None
-        fabric = _FABRIC[self.namespace]
-        mixin = importlib.import_module(f"{fabric}.utilities.device_dtype_mixin")
-        mixin._update_properties(module, device=self.root_device)
-        for child in module.modules():
-            if next(child.parameters(), None) is None:
-                child.to(self.root_device)
+        self._move_rest(module)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the user's optimizers and schedulers, and shard each optimizer."""
@@ -212,73 +171,3 @@ class ZeroStrategyHooks(CheckpointHooks, _Base):  # type: ignore[misc]
                 fix="Read trainer.strategy.engine in a hook (on_fit_start or later) or after the run.",
             )
         return self._engine
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The class has no importable name, and `spawn` launches (stages 1 and 2) pickle the strategy.
-        return _empty_strategy, (self.namespace,), self.__getstate__()
-
-
-def make_strategy(namespace: str) -> Any:
-    """Build the `ZeroStrategy` class of a Lightning namespace. Called once for each, by `strategy_class`.
-
-    Args:
-        namespace: "lightning.pytorch" or "pytorch_lightning".
-
-    Returns:
-        A subclass of that namespace's `DDPStrategy`: the Trainer decides by this base that samplers are
-        distributed and that logged values are reduced.
-    """
-    base = importlib.import_module(f"{namespace}.strategies").DDPStrategy
-    names = {
-        "__doc__": ZeroStrategyHooks.__doc__,
-        "__module__": "zero_strategy.lightning",
-        "namespace": namespace,
-    }
-    return type("ZeroStrategy", (ZeroStrategyHooks, base), names)
-
-
-def find_engine(module: torch.nn.Module) -> ZeroEngine | None:
-    """Return the engine that shards a module, whichever strategy or script built it, or None."""
-    engine = root_methods.owner_of(module)
-    return engine if isinstance(engine, ZeroEngine) else None
-
-
-def _holds_params_of(engine: ZeroEngine, module: torch.nn.Module) -> bool:
-    held = {id(param) for bucket in engine.buckets for param in bucket.params}
-    return held == {id(param) for param in module.parameters()}
-
-
-def _give_up(engine: ZeroEngine, config: ZeroConfig, precision: str) -> None:
-    """Take an engine off a module that this run wants sharded otherwise, if that leaves it whole."""
-    if not engine.config.shards_params:
-        engine.close()
-        return
-    raise ConfigError(
-        what=f"This {type(engine.model).__name__} is sharded at stage 3 by a former run, with other settings "
-        f"than this one's (stage={config.stage}, precision={precision!r}).",
-        why="Another engine needs it whole on every rank first, which stage 3 promises never to do.",
-        fix="Run with the settings of the former run, or save a checkpoint and load it into a new module.",
-    )
-
-
-def _would_convert(module: torch.nn.Module, precision: str) -> bool:
-    """Whether the precision plugin would change the dtype of a parameter, which must not be sharded then."""
-    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision)
-    return dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters())
-
-
-def _empty_strategy(namespace: str) -> Any:
-    from zero_strategy.lightning import strategy_class
-
-    cls = strategy_class(namespace)
-    return cls.__new__(cls)
-
-
-def _refuse_spawn(config: ZeroConfig, start_method: str) -> None:
-    if not config.shards_params or start_method == "popen":
-        return
-    raise ConfigError(
-        what=f"start_method={start_method!r} cannot be used at stage 3.",
-        why="That launcher sends the model back to the process that called fit; here no rank holds it whole.",
-        fix='Use start_method="popen" (the default) or torchrun; in a notebook, ZeroStrategy(stage=2) works.',
-    )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero_strategy.comm.collectives import Collectives
-from zero_strategy.errors import ConfigError
+from zero_strategy.errors import ConfigError, ShardingError
 
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_, so that the coefficient is the same
 
@@ -51,3 +51,18 @@ def global_norm(slices: Iterable[Tensor], norm_type: float, collectives: Collect
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """Return the factor that brings gradients down to a norm of `max_norm`, [] fp32, at most 1."""
     return torch.clamp(max_norm / (norm + _EPS), max=1.0)
+
+
+def require_finite(norm: Tensor, norm_type: float) -> None:
+    """Refuse to clip by a norm that is NaN or infinite; it is the same on all ranks.
+
+    Raises:
+        ShardingError: It is.
+    """
+    if not torch.isfinite(norm):
+        raise ShardingError(
+            what=f"The norm of order {norm_type} of the gradients is {float(norm)}, so they are not clipped.",
+            why="Scaled by it they would be zero or NaN, and so would the weights after the next step.",
+            fix="Skip this step (zero_grad) and look at the loss and the learning rate, or pass "
+            "error_if_nonfinite=False.",
+        )

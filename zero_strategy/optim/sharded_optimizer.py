@@ -25,7 +25,7 @@ from zero_strategy.errors import ConfigError
 from zero_strategy.layout import ShardSlice
 from zero_strategy.log import log_once
 from zero_strategy.optim import full_state
-from zero_strategy.optim.clip import clip_coefficient, global_norm
+from zero_strategy.optim.clip import clip_coefficient, global_norm, require_finite
 from zero_strategy.optim.elementwise import counts_steps_per_tensor
 from zero_strategy.optim.places import Place, SliceState
 from zero_strategy.precision import Masters
@@ -167,21 +167,30 @@ class ShardedOptimizer(Optimizer):
             weight.grad = None if grad is None else grad.to(weight.dtype).view_as(weight)
             yield weight
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
         """Scale the gradients of this optimizer so that their global norm is at most `max_norm`. Collective.
 
         Args:
             max_norm: The bound; `inf` only measures.
             norm_type: The p of the p-norm.
+            error_if_nonfinite: Leave the gradients alone and raise if the norm is NaN or infinite, as torch's
+                own `clip_grad_norm_` does when asked to.
 
         Returns:
             [] fp32, the norm *before* clipping, over all ranks, each element counted once. What the gradients
             were multiplied by is `clip_coefficient`.
+
+        Raises:
+            ShardingError: The norm is not finite, and `error_if_nonfinite`; on all ranks.
         """
         run = self._run
         own = (grad for bucket, wanted in self._params_of() for grad in bucket.own_grads(wanted))
         norm = global_norm(own, float(norm_type), run.collectives)
         norm = norm.to(self.buckets[0].flat.device) if self.buckets else norm
+        if error_if_nonfinite:
+            require_finite(norm, norm_type)
         if not self._may_clip():
             return norm
         run.clip_coefficient = float(clip_coefficient(norm, float(max_norm)))

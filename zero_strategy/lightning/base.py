@@ -1,0 +1,169 @@
+"""What `ZeroStrategy` is for the Trainer and for Fabric alike: one body of code for both.
+
+Owns the constructor (config, DDP's keywords, what is refused), where tensors of a new model are created, the
+search for an engine a module has already, and moving what no engine holds. `strategy.py` adds the Trainer's
+hooks and `fabric.py` Fabric's. Must not know either's hooks, nor buckets and shards.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_strategy import root_methods
+from zero_strategy.config import ZeroConfig
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.errors import ConfigError
+from zero_strategy.lightning.settings import load_config, shards_alike
+
+# What is written here stands in front of a `DDPStrategy`; which one is known in `strategy_class` only.
+_Base: Any = object
+
+# A Trainer's package and the Fabric it is built on.
+FABRIC_OF = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+# Keywords of every DDPStrategy that mean the same here; the others are settings of DDP's own wrapper.
+DDP_KEYWORDS = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
+
+
+class ZeroStrategyBase(_Base):  # type: ignore[misc]
+    """The common part of both strategies. Subclasses say what the precision plugin's keyword is."""
+
+    namespace: str  # of the Lightning package the class derives from
+    precision_keyword: str
+
+    def __init__(self, stage: int | None = None, config: Any = None, **keywords: Any) -> None:
+        wanted = (*DDP_KEYWORDS, self.precision_keyword)
+        ddp_keywords = {name: keywords.pop(name) for name in wanted if name in keywords}
+        self._zero_config: ZeroConfig = load_config(stage, config, keywords)
+        _refuse_spawn(self._zero_config, ddp_keywords.get("start_method", "popen"))
+        super().__init__(**ddp_keywords)
+
+    @contextmanager
+    def _creating_model(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """Enter the stock context for a new model; at stage 3 its tensors are created on the CPU.
+
+        A model that needs stage 3 need not fit on one device whole: the engine moves it there shard by shard.
+        """
+        with context:
+            if not self._zero_config.shards_params:
+                yield
+            else:
+                with torch.device("cpu"):  # the innermost device context counts
+                    yield
+
+    def _move_rest(self, module: nn.Module) -> None:
+        """Move what the engine does not hold: metrics, and what the module says is its device."""
+        fabric = FABRIC_OF.get(self.namespace, self.namespace)
+        mixin = importlib.import_module(f"{fabric}.utilities.device_dtype_mixin")
+        mixin._update_properties(module, device=self.root_device)
+        for child in module.modules():
+            if next(child.parameters(), None) is None:
+                child.to(self.root_device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The class has no importable name, and `spawn` launches (stages 1 and 2) pickle the strategy.
+        return _empty_strategy, (self.namespace,), self.__getstate__()
+
+
+def derive(hooks: type, namespace: str, name: str) -> Any:
+    """Build a strategy class: hooks in front of a namespace's `DDPStrategy`.
+
+    Args:
+        hooks: `TrainerHooks` or `FabricHooks`.
+        namespace: A Lightning package with a `strategies` module.
+        name: Of the new class, under which `zero_strategy.lightning` has it.
+
+    Returns:
+        The class. Its base counts: the Trainer decides by it that samplers are distributed and that logged
+        values are reduced.
+    """
+    base = importlib.import_module(f"{namespace}.strategies").DDPStrategy
+    names = {"__doc__": hooks.__doc__, "__module__": "zero_strategy.lightning", "namespace": namespace}
+    return type(name, (hooks, base), names)
+
+
+def find_engine(module: nn.Module) -> ZeroEngine | None:
+    """Return the engine that shards a module, whichever strategy or script built it, or None."""
+    engine = root_methods.owner_of(module)
+    return engine if isinstance(engine, ZeroEngine) else None
+
+
+def reusable_engine(module: nn.Module, config: ZeroConfig, precision: str) -> ZeroEngine | None:
+    """Return the engine a former run left on a module if it does what this one asks for.
+
+    Args:
+        module: Any module; an engine that is of no more use is taken off it.
+        config: Resolved.
+        precision: Of the precision plugin, such as "bf16-true".
+
+    Returns:
+        The engine, or None if a new one must be built.
+
+    Raises:
+        ConfigError: The module is sharded at stage 3 with other settings.
+    """
+    engine = find_engine(module)
+    if engine is None:
+        return None
+    if not _holds_params_of(engine, module):
+        engine.close()  # `configure_model` has built the module anew
+        return None
+    if shards_alike(engine.config, config) and not _would_convert(module, precision):
+        return engine
+    _give_up(engine, config, precision)
+    return None
+
+
+def _holds_params_of(engine: ZeroEngine, module: nn.Module) -> bool:
+    held = {id(param) for bucket in engine.buckets for param in bucket.params}
+    return held == {id(param) for param in module.parameters()}
+
+
+def _give_up(engine: ZeroEngine, config: ZeroConfig, precision: str) -> None:
+    """Take an engine off a module that this run wants sharded otherwise, if that leaves it whole."""
+    if not engine.config.shards_params:
+        engine.close()
+        return
+    raise ConfigError(
+        what=f"This {type(engine.model).__name__} is sharded at stage 3 by a former run, with other settings "
+        f"than this one's (stage={config.stage}, precision={precision!r}).",
+        why="Another engine needs it whole on every rank first, which stage 3 promises never to do.",
+        fix="Run with the settings of the former run, or save a checkpoint and load it into a new module.",
+    )
+
+
+def _would_convert(module: nn.Module, precision: str) -> bool:
+    """Whether the precision plugin would change the dtype of a parameter, which must not be sharded then."""
+    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision)
+    return dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters())
+
+
+def _empty_strategy(namespace: str) -> Any:
+    from zero_strategy.lightning import strategy_class
+
+    cls = strategy_class(namespace)
+    return cls.__new__(cls)
+
+
+def _refuse_spawn(config: ZeroConfig, start_method: str) -> None:
+    if not config.shards_params or start_method == "popen":
+        return
+    raise ConfigError(
+        what=f"start_method={start_method!r} cannot be used at stage 3.",
+        why="That launcher sends the model back to the process that started it; here no rank holds it whole.",
+        fix='Use start_method="popen" (the default) or torchrun; in a notebook, stage=2 works.',
+    )

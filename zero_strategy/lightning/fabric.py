@@ -1,0 +1,249 @@
+"""`FabricZeroStrategy`: the engine behind the hooks that Lightning's Fabric calls.
+
+Stands on the `DDPStrategy` of a Fabric package, which launches, makes the process group and talks between
+ranks; no model is wrapped in DDP. Fabric's user owns the loop, and may set up any number of models and
+optimizers in any order: each model has an engine of its own. Must not know buckets or shards.
+
+[Note: Fabric's wrapper around the module]
+`fabric.setup` returns a `_FabricModule` around what `setup_module` returns. Two things follow. Methods that
+are marked as forward methods (`training_step`, ...) go through precision and hooks only if that is another
+module than the user's own: so there is a `ForwardModule` in between, as DDP's wrapper is. And the
+`zero_grad` of a `_FabricModule` is `nn.Module`'s own, which looks for `param.grad` of its own accord and
+finds none, so the wrapper gets one that clears the engine's gradients as soon as it takes the module in.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim import Optimizer
+
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.errors import ConfigError, ShardingError
+from zero_strategy.lightning.base import ZeroStrategyBase, find_engine, reusable_engine
+from zero_strategy.lightning.precision import refuse_fp16
+from zero_strategy.lightning.settings import resolve_for_fabric
+from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+
+
+class FabricHooks(ZeroStrategyBase):
+    """ZeRO stages 1, 2 and 3 for Lightning's Fabric; `FabricZeroStrategy` is this on a `DDPStrategy`.
+
+    Example:
+        fabric = Fabric(strategy="zero3", devices=2, accelerator="cpu")
+        fabric = Fabric(strategy=FabricZeroStrategy(stage=3, config="ds_config.json", overlap_comm=False))
+        fabric.launch()
+        model, optimizer = fabric.setup(model, optimizer)
+        fabric.strategy.engine_of(model).ledger.report()
+
+    Models and optimizers may be set up together or one after the other. The surprise: an optimizer belongs to
+    one model.
+
+    Args:
+        stage: 1, 2 or 3. By default what `config` says, else 3.
+        config: A `ZeroConfig`, a dict or the path of a JSON file in the schema of `ds_config.json`.
+        **keywords: Settings of `ZeroConfig`, which beat `config`; and these of Fabric's `DDPStrategy`:
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision,
+            process_group_backend, timeout, start_method.
+
+    Raises:
+        ConfigError: A setting is unknown or cannot be honoured, or processes would be spawned at stage 3.
+    """
+
+    precision_keyword = "precision"
+
+    def __init__(self, stage: int | None = None, config: Any = None, **keywords: Any) -> None:
+        self._engines: list[weakref.ref[ZeroEngine]] = []  # in the order of setup; models may go
+        super().__init__(stage, config, **keywords)
+        self._backward_sync_control = _BackwardSyncControl()
+
+    # -- what Fabric configures before a run --
+
+    @property
+    def precision(self) -> Any:
+        """The precision plugin."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        if plugin is not None:
+            refuse_fp16(plugin)
+        self._precision = plugin
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Create the model's tensors on the root device, or on the CPU at stage 3."""
+        return self._creating_model(super().module_init_context(empty_init))
+
+    # -- set-up --
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move a module; at stage 3 only what no engine will move: parameters go there shard by shard."""
+        if self._zero_config.shards_params or find_engine(module) is not None:
+            self._move_rest(module)
+        else:
+            super().module_to_device(module)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard a module. Collective."""
+        self._set_up(module)
+        return self._wrap(module)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Shard a module and its optimizers. Collective; the scheduler goes on as it is."""
+        self._set_up(module)
+        sharded = [self.setup_optimizer(optimizer) for optimizer in optimizers]
+        return self._wrap(module), sharded, scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Shard an optimizer of a module that has been set up. Collective.
+
+        Raises:
+            ConfigError: It holds other parameters than those of one such module.
+        """
+        engines = self._living_engines()
+        if not engines:
+            raise ConfigError(
+                what=f"This {type(optimizer).__name__} is set up before any module.",
+                why="An optimizer is sharded as its module's parameters are.",
+                fix="Call fabric.setup_module(model) first, or fabric.setup(model, optimizer).",
+            )
+        wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        num_held = [sum(id(param) in wanted for param in engine.model.parameters()) for engine in engines]
+        # Where parameters are foreign, this engine says so on all ranks.
+        return engines[num_held.index(max(num_held))].shard_optimizer(optimizer)
+
+    def _set_up(self, module: nn.Module) -> None:
+        """Give a module an engine, or find the one it has."""
+        precision = str(self.precision.precision)
+        config = resolve_for_fabric(self._zero_config, precision, self.world_size)
+        engine = reusable_engine(module, config, precision)
+        if engine is None:
+            engine = ZeroEngine(module, config, device=self.root_device)
+        self._engines = [weakref.ref(known) for known in self._living_engines() if known is not engine]
+        self._engines.append(weakref.ref(engine))
+
+    def _wrap(self, module: nn.Module) -> ForwardModule:
+        forward_module = ForwardModule(module)
+        wrappers = importlib.import_module(f"{self.namespace}.wrappers")
+        _lend_zero_grad(forward_module, wrappers._FabricModule)
+        return forward_module
+
+    # -- runtime --
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clip the averaged gradients, in the shards, by their global norm. Collective; returns the norm."""
+        self.precision.unscale_gradients(optimizer)
+        return _sharded(optimizer).clip_grad_norm_(
+            max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip every element of the averaged gradients, in the shards."""
+        self.precision.unscale_gradients(optimizer)
+        _sharded(optimizer).clip_grad_value_(clip_val)
+
+    # -- checkpoints: one file, the format of any other strategy --
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Gather the whole state dict. Collective; CPU tensors on rank 0, {} elsewhere."""
+        engine = find_engine(unwrap(module))
+        return module.state_dict() if engine is None else engine.full_state_dict()
+
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        """Load whole weights, of any strategy, into shards. Collective."""
+        engine = find_engine(unwrap(module))
+        if engine is None:
+            module.load_state_dict(state_dict, strict=strict)
+        else:
+            engine.load_full_state_dict(state_dict, strict=strict)
+
+    # -- queries --
+
+    def engine_of(self, module: nn.Module) -> ZeroEngine:
+        """Return the engine of a module, as given to `fabric.setup` or as returned by it.
+
+        Raises:
+            ShardingError: It has not been set up.
+        """
+        original = getattr(module, "_original_module", module)  # of a _FabricModule
+        engine = find_engine(unwrap(original))
+        if engine is None:
+            raise ShardingError(
+                what=f"This {type(original).__name__} has no engine.",
+                why="A module is sharded when Fabric sets it up.",
+                fix="Call fabric.setup(model, ...) or fabric.setup_module(model) first.",
+            )
+        return engine
+
+    def _living_engines(self) -> list[ZeroEngine]:
+        engines = (reference() for reference in self._engines)
+        return [engine for engine in engines if engine is not None]
+
+
+class ForwardModule(nn.Module):
+    """The sharded module, one call deeper. See [Note: Fabric's wrapper around the module]."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients that the engine holds."""
+        self.module.zero_grad(set_to_none)
+
+
+class _BackwardSyncControl:
+    """What `fabric.no_backward_sync` asks."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Accumulate without a boundary."""
+        engine = find_engine(unwrap(module))
+        return engine.no_sync() if enabled and engine is not None else nullcontext()
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the user's own module."""
+    return module.module if isinstance(module, ForwardModule) else module
+
+
+def _lend_zero_grad(forward_module: ForwardModule, wrapper: type[nn.Module]) -> None:
+    """Give the wrapper that will take a module in the module's own `zero_grad`."""
+
+    def on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is forward_module and isinstance(parent, wrapper):
+            parent.zero_grad = forward_module.zero_grad  # type: ignore[method-assign]
+            handle.remove()  # allowed while torch walks its hooks, since the newest comes last
+
+    handle = register_module_module_registration_hook(on_registration)
+
+
+def _sharded(optimizer: Optimizer) -> ShardedOptimizer:
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer
+    raise ConfigError(
+        what=f"This {type(optimizer).__name__} has not been set up, so its gradients cannot be clipped.",
+        why="Gradients are in shards, which the optimizer that fabric.setup returned knows.",
+        fix="Pass what fabric.setup or fabric.setup_optimizers returned.",
+    )
