@@ -5,7 +5,6 @@ Read it to find which part does what; read the part to find out how.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -26,7 +25,8 @@ from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.ledger import Ledger, MemoryUse
 from zero_strategy.comm.topology import Topology
 from zero_strategy.config import ZeroConfig
-from zero_strategy.errors import ConfigError, ShardingError
+from zero_strategy.engine_checks import agreed_config, check_not_sharded, check_not_wrapped
+from zero_strategy.errors import ShardingError
 from zero_strategy.intact import check_intact
 from zero_strategy.lifecycle import ParamLifecycle
 from zero_strategy.log import log_event, log_once
@@ -37,7 +37,7 @@ from zero_strategy.optim.places import Place
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer, StepSettings, check_params
 from zero_strategy.passes import BackwardPass, ForwardPass
 from zero_strategy.precision import Masters
-from zero_strategy.reducer import GradReducer, is_watched
+from zero_strategy.reducer import GradReducer
 from zero_strategy.report import write_report
 
 
@@ -85,8 +85,8 @@ class ZeroEngine:
         self.model = model
         self.ledger = Ledger()
         self._collectives = Collectives(topology, self.ledger)
-        self._collectives.agree(_check_not_sharded(model) or check_model(model))
-        self.config = _agreed_config(config, self._collectives)
+        self._collectives.agree(check_not_sharded(model) or check_model(model))
+        self.config = agreed_config(config, self._collectives)
         self._collectives.require_same(describe_model(model), "The model")
         log_once(self.config.describe())
         for buffer in model.buffers():
@@ -157,11 +157,12 @@ class ZeroEngine:
             ConfigError: It is not element-wise, or holds parameters that are not the model's or not
                 trainable.
         """
-        if isinstance(optimizer, ShardedOptimizer):
-            self._collectives.agree(_sharded_already())
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        error = check_elementwise(optimizer) or check_params(params, self._places, self._is_claimed)
-        self._collectives.agree(error)
+        self._collectives.agree(
+            check_not_wrapped(optimizer)
+            or check_elementwise(optimizer)
+            or check_params(params, self._places, self._is_claimed)
+        )
         self._collectives.require_same(
             full_state.describe_optimizer(optimizer, self._places), "The optimizer"
         )
@@ -439,45 +440,3 @@ class ZeroEngine:
 
     def _is_claimed(self, param: nn.Parameter) -> bool:
         return any(param is held for optimizer in self.optimizers for held in optimizer.params())
-
-
-def _agreed_config(source: Any, collectives: Collectives) -> ZeroConfig:
-    """Resolve the config; a fault on one rank is raised on all, and so is a difference."""
-    config, error = None, None
-    try:
-        config = ZeroConfig.load(source).resolve(collectives.world_size)
-    except ConfigError as raised:
-        error = raised
-    collectives.agree(error)
-    assert config is not None, "agreed on no error"
-    collectives.require_same(
-        json.dumps(config.to_dict(), indent=1, sort_keys=True).splitlines(), "The config"
-    )
-    return config
-
-
-def _sharded_already() -> ConfigError:
-    return ConfigError(
-        what="This optimizer has been through shard_optimizer already.",
-        why="It updates slices, and slices are not sharded again.",
-        fix="Call shard_optimizer once for each optimizer, with the plain torch one.",
-    )
-
-
-def _check_not_sharded(model: nn.Module) -> ConfigError | None:
-    for name, module in model.named_modules():
-        if root_methods.owner_of(module) is not None:
-            return ConfigError(
-                what=f"This {type(model).__name__} is sharded "
-                f"already{f', in part: {name!r}' if name else ''}.",
-                why="A parameter has one engine.",
-                fix="Use the engine it has, or call its close() first (below stage 3).",
-            )
-    for fqn, param in model.named_parameters():
-        if is_watched(param):
-            return ConfigError(
-                what=f"Parameter {fqn!r} belongs to another model that is sharded already.",
-                why="A parameter has one engine.",
-                fix="Shard the model that holds all its parameters, once.",
-            )
-    return None

@@ -30,7 +30,7 @@ ORDER = [
     "checkpoint.manifest", "checkpoint.format", "checkpoint.inspection", "checkpoint.hf",
     "checkpoint.full_weights", "checkpoint.parts", "checkpoint.together", "checkpoint.stored_weights",
     "checkpoint.fits", "checkpoint.opened", "checkpoint.save", "checkpoint.consolidate",
-    "root_methods", "report", "engine",
+    "root_methods", "report", "engine_checks", "engine",
     "lightning", "accelerate", "transformers",
     "cli", "run",
 ]  # fmt: skip

@@ -1,0 +1,65 @@
+"""What is checked before an engine is built, and before it takes an optimizer.
+
+Called by the engine; it must not know the engine, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_strategy import root_methods
+from zero_strategy.comm.collectives import Collectives
+from zero_strategy.config import ZeroConfig
+from zero_strategy.errors import ConfigError
+from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+from zero_strategy.reducer import is_watched
+
+
+def agreed_config(source: Any, collectives: Collectives) -> ZeroConfig:
+    """Resolve the config; a fault on one rank is raised on all, and so is a difference."""
+    config, error = None, None
+    try:
+        config = ZeroConfig.load(source).resolve(collectives.world_size)
+    except ConfigError as raised:
+        error = raised
+    collectives.agree(error)
+    assert config is not None, "agreed on no error"
+    collectives.require_same(
+        json.dumps(config.to_dict(), indent=1, sort_keys=True).splitlines(), "The config"
+    )
+    return config
+
+
+def check_not_wrapped(optimizer: Optimizer) -> ConfigError | None:
+    """Return an error if an optimizer has been through `shard_optimizer` already, or None."""
+    if not isinstance(optimizer, ShardedOptimizer):
+        return None
+    return ConfigError(
+        what="This optimizer has been through shard_optimizer already.",
+        why="It updates slices, and slices are not sharded again.",
+        fix="Call shard_optimizer once for each optimizer, with the plain torch one.",
+    )
+
+
+def check_not_sharded(model: nn.Module) -> ConfigError | None:
+    """Return why a model cannot have an engine of its own, or None."""
+    for name, module in model.named_modules():
+        if root_methods.owner_of(module) is not None:
+            return ConfigError(
+                what=f"This {type(model).__name__} is sharded "
+                f"already{f', in part: {name!r}' if name else ''}.",
+                why="A parameter has one engine.",
+                fix="Use the engine it has, or call its close() first (below stage 3).",
+            )
+    for fqn, param in model.named_parameters():
+        if is_watched(param):
+            return ConfigError(
+                what=f"Parameter {fqn!r} belongs to another model that is sharded already.",
+                why="A parameter has one engine.",
+                fix="Shard the model that holds all its parameters, once.",
+            )
+    return None
