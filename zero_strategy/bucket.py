@@ -124,12 +124,12 @@ class Bucket:
         self.state = ParamState(plan.params, views_of(self.flat, self.layout), names)
         own_shards = (collectives.rank, 1) if plan.policy.shard_optim else (0, self.layout.num_shards)
         self.slices: tuple[ShardSlice, ...] = self.layout.slices(*own_shards)
-        self.owned_start = own_shards[0] * self.layout.shard_numel
         self.owned_numel = own_shards[1] * self.layout.shard_numel
         self.param_shard = self._own_range(self.flat)
         self.is_whole = True
-        # Invariant: parameters get memory one bucket at a time, in `adopt`, as the user's own is let go of.
+        # Invariant: parameters get memory one bucket at a time, until `adopt`, as the user's is let go of.
         free_storage(self.flat)
+        self._arriving: Tensor | None = None  # [padded_numel]; what parameters move to, until `adopt` ends
         self.full_grad: Tensor | None = None
         self.grad_shard: Tensor | None = None
         self._reducing: tuple[Tensor, ...] = ()  # gradients and mean of a reduction under way
@@ -143,6 +143,21 @@ class Bucket:
 
     # -- construction --
 
+    def make_room(self) -> list[Tensor]:
+        """Allocate the memory that `adopt` moves parameters to, if that was not done yet.
+
+        Returns:
+            Each parameter's place in it. One that has no memory of its own may get it there, and is then not
+            copied.
+        """
+        if self._arriving is None:
+            if any(param.dtype != self.flat.dtype for param in self.params):
+                self._arriving = empty_flat(self.layout.padded_numel, torch.float32, self.flat.device)
+            else:
+                restore_storage(self.flat)
+                self._arriving = self.flat
+        return views_of(self._arriving, self.layout)
+
     def adopt(self) -> Tensor | None:
         """Move the parameters' values into the bucket, make them equal on all ranks, and shard them.
 
@@ -151,20 +166,18 @@ class Bucket:
             None if nothing was rounded.
         """
         source: Tensor | None = None
-        rounds = any(param.dtype != self.flat.dtype for param in self.params)
-        if rounds:
-            target = empty_flat(self.layout.padded_numel, torch.float32, self.flat.device)
-        else:
-            restore_storage(self.flat)
-            target = self.flat
+        places = self.make_room()
+        target = self._arriving
+        assert target is not None, "there is room"
         for start, numel in self.layout.gaps():
             target[start : start + numel].zero_()
         with torch.no_grad():
-            for view, param in zip(views_of(target, self.layout), self.params, strict=True):
-                view.copy_(param.data)
+            for place, param in zip(places, self.params, strict=True):
+                if param.data_ptr() != place.data_ptr():
+                    place.copy_(param.data)
                 param.grad = None  # a gradient from before would never be reduced
         self._collectives.broadcast(target)
-        if rounds:
+        if target is not self.flat:
             restore_storage(self.flat)
             self.flat.copy_(target)
             source = self._own_range(target).clone()
@@ -172,6 +185,7 @@ class Bucket:
         if self.policy.shard_params:
             self.param_shard = self.param_shard.clone()
             self._free()
+        self._arriving = None
         return source
 
     # -- parameters --
@@ -341,9 +355,16 @@ class Bucket:
 
     def memory(self) -> MemoryUse:
         """Return the bytes held here: parameters and gradients, padding included and named."""
-        use = MemoryUse(params=_nbytes(self.param_shard if self.policy.shard_params else self.flat))
+        whole_bytes = self.flat.untyped_storage().nbytes()
+        kept = self.param_shard if self.policy.shard_params else self.flat
+        if self._arriving is not None:
+            wide_bytes = _nbytes(self._arriving) if self._arriving is not self.flat else 0
+            return MemoryUse(unsharded=whole_bytes + wide_bytes)
+        if not kept.untyped_storage().nbytes():
+            return MemoryUse()  # no parameter has arrived
+        use = MemoryUse(params=_nbytes(kept))
         if self.policy.shard_params:
-            use.unsharded = self.flat.untyped_storage().nbytes()
+            use.unsharded = whole_bytes
         held = (self.full_grad, self.grad_shard, *self._reducing)
         grads = {grad.untyped_storage().data_ptr(): grad for grad in held if grad is not None}
         use.grads = sum(grad.untyped_storage().nbytes() for grad in grads.values())
@@ -361,7 +382,8 @@ class Bucket:
     # -- helpers --
 
     def _own_range(self, flat: Tensor) -> Tensor:
-        return flat[self.owned_start : self.owned_start + self.owned_numel]
+        start = self._collectives.rank * self.layout.shard_numel if self.policy.shard_optim else 0
+        return flat[start : start + self.owned_numel]
 
     def _rank_range(self, flat: Tensor) -> Tensor:
         start = self._collectives.rank * self.layout.shard_numel

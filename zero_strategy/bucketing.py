@@ -22,6 +22,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.compat import storage_id
 from zero_strategy.config import ZeroConfig
 from zero_strategy.errors import ConfigError
 
@@ -163,16 +164,7 @@ def check_model(model: nn.Module) -> ConfigError | None:
             why="Nothing can be laid out without shapes.",
             fix="Run one forward of the model before sharding it.",
         )
-    devices = {param.device for param in model.parameters()}
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    meta = [fqn for fqn, tensor in tensors if tensor.is_meta]
-    if meta:
-        return ConfigError(
-            what=f"{len(meta)} parameters or buffers are on the meta device, the first is {meta[0]!r}.",
-            why="A meta tensor has a shape but no values, so there is nothing to shard.",
-            fix="Build the model on the CPU, or materialise it first: model.to_empty(device='cpu') and load "
-            "or initialise its weights.",
-        )
+    devices = {param.device for param in model.parameters() if not param.is_meta}
     if len(devices) > 1:
         return ConfigError(
             what=f"The parameters are on {len(devices)} devices: {sorted(map(str, devices))}.",
@@ -192,12 +184,10 @@ def check_model(model: nn.Module) -> ConfigError | None:
 def describe_model(model: nn.Module) -> list[str]:
     """Return a line for everything that ranks must agree on: parameters and buffers, not their values."""
     params = [
-        f"parameter {fqn} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
+        f"parameter {_describe(fqn, param)}{'' if param.requires_grad else ' frozen'}"
         for fqn, param in model.named_parameters()
     ]
-    return params + [
-        f"buffer {fqn} {tuple(buffer.shape)} {buffer.dtype}" for fqn, buffer in model.named_buffers()
-    ]
+    return params + [f"buffer {_describe(fqn, buffer)}" for fqn, buffer in model.named_buffers()]
 
 
 def summarize(plans: list[BucketPlan], world_size: int) -> str:
@@ -217,8 +207,12 @@ def summarize(plans: list[BucketPlan], world_size: int) -> str:
 # -- helpers --
 
 
+def _describe(fqn: str, tensor: Tensor) -> str:
+    return f"{fqn} {tuple(tensor.shape)} {tensor.dtype}{' on meta' if tensor.is_meta else ''}"
+
+
 def _check_parameters(model: nn.Module) -> ConfigError | None:
-    spans: list[tuple[int, int, str]] = []
+    spans: list[tuple[int, int, int, str]] = []  # storage, first and last byte in it, name
     for fqn, param in model.named_parameters():
         if param.dtype == torch.float16 and param.requires_grad:
             return ConfigError(
@@ -241,12 +235,11 @@ def _check_parameters(model: nn.Module) -> ConfigError | None:
                 why="Its values do not lie in one plain storage that could be flattened and sharded.",
                 fix="Shard the model before it is distributed or quantised by another library.",
             )
-        if param.numel():
-            start = param.data_ptr()
-            spans.append((start, start + param.untyped_storage().nbytes() - _offset_bytes(param), fqn))
+        start = int(param.storage_offset()) * param.element_size()
+        spans.append((storage_id(param), start, start + param.numel() * param.element_size(), fqn))
     spans.sort()
-    for (_, end, first), (start, _, second) in pairwise(spans):
-        if start < end and _overlaps(model, first, second):
+    for (storage, _, end, first), (other, start, _, second) in pairwise(spans):
+        if storage == other and start < end:
             return ConfigError(
                 what=f"Parameters {first!r} and {second!r} are two Parameters that share one storage.",
                 why="Sharding moves each into its own place, and the link between them would be lost without "
@@ -255,17 +248,6 @@ def _check_parameters(model: nn.Module) -> ConfigError | None:
                 f"`module.weight = other.weight` ({second!r} = {first!r}).",
             )
     return None
-
-
-def _overlaps(model: nn.Module, first: str, second: str) -> bool:
-    one, other = model.get_parameter(first), model.get_parameter(second)
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
-        return False
-    return one.data_ptr() + one.numel() * one.element_size() > other.data_ptr()
-
-
-def _offset_bytes(tensor: Tensor) -> int:
-    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:

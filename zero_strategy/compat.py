@@ -74,6 +74,35 @@ def outside_graphs(function: _Hook) -> _Hook:
     return cast("_Hook", _disable_dynamo(function))
 
 
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that tensors over one storage share; on the meta device, too, where addresses are 0."""
+    storage = tensor.untyped_storage()
+    return int(storage._cdata if tensor.is_meta else storage.data_ptr())
+
+
+def give_memory(tensor: Tensor, memory: Tensor) -> None:
+    """Make a tensor of the meta device one with memory, and the same object as before.
+
+    `tensor.data = memory` is refused between kinds of devices, and `torch.utils.swap_tensors` where somebody
+    has a weak reference, as `nn.LSTM` has to its weights. Class, attributes and hooks stay.
+
+    Args:
+        tensor: A parameter or a buffer.
+        memory: Of its shape and dtype, and of nobody else's: what it was is meta afterwards.
+    """
+    memory.requires_grad_(tensor.requires_grad)
+    torch._C._swap_tensor_impl(tensor, memory)
+    # They belong to what was swapped away; setting them hands them to autograd again.
+    tensor._backward_hooks = tensor._backward_hooks
+    tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+
+
+def attention_reset(attention: torch.nn.MultiheadAttention) -> Callable[[], None]:
+    """Return the `reset_parameters` of torch's attention, which has it under another name."""
+    reset: Callable[[], None] = attention._reset_parameters
+    return reset
+
+
 def native_all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start the backend's own all-gather; `shard` may be this rank's range of `output`."""
     # torch 2.13 renames the call and warns about the old name; the old one is all that 2.11 has.

@@ -30,6 +30,7 @@ from zero_strategy.errors import ShardingError
 from zero_strategy.intact import check_intact
 from zero_strategy.lifecycle import ParamLifecycle
 from zero_strategy.log import log_event, log_once
+from zero_strategy.materialize import Adoption, InitFn, check_first_values, shard_device
 from zero_strategy.module_buffers import BufferBroadcaster
 from zero_strategy.optim import full_state
 from zero_strategy.optim.elementwise import check_elementwise
@@ -58,39 +59,36 @@ class ZeroEngine:
         config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         *,
         device: torch.device | str | None = None,
+        param_init_fn: InitFn | None = None,
     ) -> None:
         """Shard a model. Collective: every rank must call it, with a model of the same structure.
 
         Rank 0's weights and buffers are everybody's afterwards. The model's own storages are let go of bucket
-        by bucket.
+        by bucket. What is on the meta device gets memory and first values in the same rhythm, so that a model
+        need never be whole anywhere: see [Note: First values] in materialize.py.
 
         Args:
-            model: Any module whose parameters are on one device. It is changed in place.
+            model: Any module whose parameters are on one device, or on meta. It is changed in place.
             config: A config, or what `ZeroConfig.load` reads.
             device: Where the shards live; by default where the parameters are.
+            param_init_fn: Fills a module's own parameters and buffers in place. Called for each module that
+                owns some on meta, children first; by default its `reset_parameters()` is.
 
         Raises:
             ConfigError: The model or the config cannot be honoured; on all ranks.
         """
-        first = next(model.parameters(), None)
-        where = (
-            torch.device(device)
-            if device is not None
-            else torch.device("cpu")
-            if first is None
-            else first.device
-        )
-        topology = Topology(torch.device("cpu") if where.type == "meta" else where)
+        where = shard_device(model, device)
+        topology = Topology(where)
         self._topology = topology
         self.model = model
         self.ledger = Ledger()
         self._collectives = Collectives(topology, self.ledger)
-        self._collectives.agree(check_not_sharded(model) or check_model(model))
+        self._collectives.agree(
+            check_not_sharded(model) or check_model(model) or check_first_values(model, param_init_fn)
+        )
         self.config = agreed_config(config, self._collectives)
         self._collectives.require_same(describe_model(model), "The model")
         log_once(self.config.describe())
-        for buffer in model.buffers():
-            buffer.data = buffer.data.to(where)
 
         names = {id(param): fqn for fqn, param in model.named_parameters()}
         plans = plan_buckets(model, self.config)
@@ -100,8 +98,8 @@ class ZeroEngine:
             Bucket(index, plan, self._collectives, device=where, names=names, grad_dtype=wide)
             for index, plan in enumerate(plans)
         ]
-        unrounded = {bucket: values for bucket in self.buckets if (values := bucket.adopt()) is not None}
-        self._masters = Masters({bucket: values for bucket, values in unrounded.items() if bucket.trainable})
+        self._masters = Masters()
+        self._adopt(Adoption(model, list(zip(self.buckets, plans, strict=True)), where, param_init_fn))
         self.optimizers: list[ShardedOptimizer] = []
         self._places = {p: Place(bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
 
@@ -132,11 +130,16 @@ class ZeroEngine:
         )
         self._finish_construction()
 
-    def _finish_construction(self) -> None:
-        root_methods.install(self)
+    def _adopt(self, adoption: Adoption) -> None:
         for bucket in self.buckets:
             self.ledger.watch(bucket.memory)
         self.ledger.watch(self._masters.memory)
+        for bucket, unrounded in adoption.run(self._collectives):
+            if bucket.trainable:
+                self._masters.keep(bucket, unrounded)
+
+    def _finish_construction(self) -> None:
+        root_methods.install(self)
         self.ledger.watch(self._optimizer_memory)
         self.ledger.watch(self._collectives.memory)
         self._backward.listen(on_end=self._on_backward_end, on_abort=self.ledger.note_backward)

@@ -70,14 +70,18 @@ class MasterShard:
 class Masters:
     """The master weights of an engine, made when the first optimizer asks for a bucket's."""
 
-    def __init__(self, unrounded: dict[Bucket, Tensor]) -> None:
-        """Keep the values that shards were rounded from until masters are made of them.
+    def __init__(self) -> None:
+        self._unrounded: dict[Bucket, Tensor] = {}
+        self._shards: dict[Bucket, MasterShard] = {}
+
+    def keep(self, bucket: Bucket, unrounded: Tensor) -> None:
+        """Keep the values that a shard was rounded from until a master is made of them.
 
         Args:
-            unrounded: [owned_numel] fp32 by bucket, where something was rounded.
+            bucket: One that trains.
+            unrounded: [owned_numel] fp32.
         """
-        self._unrounded = unrounded
-        self._shards: dict[Bucket, MasterShard] = {}
+        self._unrounded[bucket] = unrounded
 
     def of(self, bucket: Bucket) -> MasterShard:
         """Return the masters of a bucket."""

@@ -22,7 +22,7 @@ ORDER = [
     "errors", "log", "compat", "tensors", "config_keys", "config_source", "config",
     "layout", "bucketing", "estimate",
     "comm.topology", "comm.ledger", "comm.ordered", "comm.collectives",
-    "buffers", "placeholder", "bucket", "module_buffers", "precision",
+    "buffers", "placeholder", "bucket", "materialize", "module_buffers", "precision",
     "passes", "lifecycle", "reducer",
     "optim.places", "optim.elementwise", "optim.clip", "optim.full_state", "optim.sharded_optimizer",
     "intact",

@@ -93,6 +93,15 @@ class Topology:
                 dist.destroy_process_group(group)
 
 
+def usual_device() -> torch.device:
+    """Return where tensors go that are on none yet: the CPU, or this rank's GPU in a group for GPUs only."""
+    if dist.is_available() and dist.is_initialized():
+        kinds = [part.rpartition(":")[0] for part in str(dist.get_backend_config()).split(",")]
+        if not {"", "cpu"} & set(kinds):
+            return torch.device(kinds[0], torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
 def _backend_for(device: torch.device, config: str) -> str:
     """Return the backend that serves `device` in a config such as `gloo` or `cpu:gloo,cuda:nccl`."""
     for part in config.split(","):

@@ -20,6 +20,7 @@ from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError
 from zero_strategy.lightning.settings import load_config, shards_alike
+from zero_strategy.materialize import InitFn
 
 # What is written here stands in front of a `DDPStrategy`; which one is known in `strategy_class` only.
 _Base: Any = object
@@ -48,31 +49,39 @@ class ZeroStrategyBase(_Base):  # type: ignore[misc]
     def __init__(self, stage: int | None = None, config: Any = None, **keywords: Any) -> None:
         wanted = (*DDP_KEYWORDS, self.precision_keyword)
         ddp_keywords = {name: keywords.pop(name) for name in wanted if name in keywords}
+        self._param_init_fn: InitFn | None = keywords.pop("param_init_fn", None)
         self._zero_config: ZeroConfig = load_config(stage, config, keywords)
         _refuse_spawn(self._zero_config, ddp_keywords.get("start_method", "popen"))
         super().__init__(**ddp_keywords)
 
     @contextmanager
-    def _creating_model(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        """Enter the stock context for a new model; at stage 3 its tensors are created on the CPU.
+    def _creating_model(
+        self, context: AbstractContextManager[Any], empty_init: bool | None
+    ) -> Iterator[None]:
+        """Enter the stock context for a new model; at stage 3 it is created on meta, or on the CPU.
 
-        A model that needs stage 3 need not fit on one device whole: the engine moves it there shard by shard.
+        A model that needs stage 3 need not fit on one device whole, nor in a rank's memory if it is to be
+        empty: the engine moves it there shard by shard, and fills what is on meta bucket by bucket.
         """
         with context:
             if not self._zero_config.shards_params:
                 yield
             else:
-                with torch.device("cpu"):  # the innermost device context counts
+                with torch.device("meta" if empty_init else "cpu"):  # the innermost device context counts
                     yield
+
+    def _new_engine(self, module: nn.Module, config: ZeroConfig) -> ZeroEngine:
+        return ZeroEngine(module, config, device=self.root_device, param_init_fn=self._param_init_fn)
 
     def _move_rest(self, module: nn.Module) -> None:
         """Move what the engine does not hold: metrics, and what the module says is its device."""
         fabric = FABRIC_OF.get(self.namespace, self.namespace)
         mixin = importlib.import_module(f"{fabric}.utilities.device_dtype_mixin")
         mixin._update_properties(module, device=self.root_device)
-        for child in module.modules():
-            if next(child.parameters(), None) is None:
-                child.to(self.root_device)
+        for name, child in module.named_modules():
+            # Parameters, and what is on meta with a module that owns some, are the engine's to move.
+            if next(child.parameters(), None) is None and not any(b.is_meta for b in child.buffers()):
+                _move(name, child, self.root_device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The class has no importable name, and `spawn` launches (stages 1 and 2) pickle the strategy.
@@ -94,6 +103,18 @@ def derive(hooks: type, namespace: str, name: str) -> Any:
     base = importlib.import_module(f"{namespace}.strategies").DDPStrategy
     names = {"__doc__": hooks.__doc__, "__module__": "zero_strategy.lightning", "namespace": namespace}
     return type(name, (hooks, base), names)
+
+
+def _move(name: str, module: nn.Module, device: torch.device) -> None:
+    try:
+        module.to(device)
+    except NotImplementedError as error:  # a metric made on meta: its state is no buffer
+        raise ConfigError(
+            what=f"{name!r} ({type(module).__name__}) keeps a tensor on the meta device that is neither "
+            "parameter nor buffer.",
+            why="A meta tensor has no values, and nobody would fill this one.",
+            fix="Make it outside of init_module(empty_init=True) or `with torch.device('meta')`.",
+        ) from error
 
 
 def find_engine(module: nn.Module) -> ZeroEngine | None:

@@ -51,7 +51,8 @@ class FabricHooks(ZeroStrategyBase):
         config: A `ZeroConfig`, a dict or the path of a JSON file in the schema of `ds_config.json`.
         **keywords: Settings of `ZeroConfig`, which beat `config`; and these of Fabric's `DDPStrategy`:
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision,
-            process_group_backend, timeout, start_method.
+            process_group_backend, timeout, start_method. `param_init_fn` is the engine's, for modules on meta
+            that have no `reset_parameters`.
 
     Raises:
         ConfigError: A setting is unknown or cannot be honoured, or processes would be spawned at stage 3.
@@ -78,14 +79,15 @@ class FabricHooks(ZeroStrategyBase):
         self._precision = plugin
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Create the model's tensors on the root device, or on the CPU at stage 3."""
-        return self._creating_model(super().module_init_context(empty_init))
+        """Create the model's tensors on the root device; at stage 3 on meta if `empty_init`, else on the CPU."""
+        return self._creating_model(super().module_init_context(empty_init), empty_init)
 
     # -- set-up --
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move a module; at stage 3 only what no engine will move: parameters go there shard by shard."""
-        if self._zero_config.shards_params or find_engine(module) is not None:
+        is_empty = any(param.is_meta for param in module.parameters())
+        if self._zero_config.shards_params or is_empty or find_engine(module) is not None:
             self._move_rest(module)
         else:
             super().module_to_device(module)
@@ -127,7 +129,7 @@ class FabricHooks(ZeroStrategyBase):
         config = resolve_for_fabric(self._zero_config, precision, self.world_size)
         engine = reusable_engine(module, config, precision)
         if engine is None:
-            engine = ZeroEngine(module, config, device=self.root_device)
+            engine = self._new_engine(module, config)
         self._engines = [weakref.ref(known) for known in self._living_engines() if known is not engine]
         self._engines.append(weakref.ref(engine))
 

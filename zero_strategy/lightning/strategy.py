@@ -44,7 +44,8 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         config: A `ZeroConfig`, a dict or the path of a JSON file in the schema of `ds_config.json`.
         **keywords: Settings of `ZeroConfig`, which beat `config`; and these of Lightning's `DDPStrategy`:
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
-            process_group_backend, timeout, start_method.
+            process_group_backend, timeout, start_method. `param_init_fn` is the engine's, for modules on meta
+            that have no `reset_parameters`.
 
     Raises:
         ConfigError: A setting is unknown or cannot be honoured, or processes would be spawned at stage 3.
@@ -70,8 +71,8 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         self._precision_plugin = None if plugin is None else to_zero_plugin(plugin, self.namespace)
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Create the model's tensors on the root device, or on the CPU at stage 3."""
-        return self._creating_model(super().tensor_init_context(empty_init))
+        """Create the model's tensors on the root device; at stage 3 on meta if `empty_init`, else on the CPU."""
+        return self._creating_model(super().tensor_init_context(empty_init), empty_init)
 
     # -- runtime, in the order of a run --
 
@@ -99,7 +100,7 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
             # Not reverted after the run: the reverse would build new modules, without the engine's hooks.
             self.model = self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
-        return ZeroEngine(module, config, device=self.root_device)
+        return self._new_engine(module, config)
 
     def model_to_device(self) -> None:
         """Move what the engine does not hold: metrics, and what the module says is its device."""
