@@ -79,7 +79,7 @@ class FabricHooks(ZeroStrategyBase):
         self._precision = plugin
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Create the model's tensors on the root device; at stage 3 on meta if `empty_init`, else on the CPU."""
+        """Create the model on the root device; at stage 3 on meta if `empty_init`, else on the CPU."""
         return self._creating_model(super().module_init_context(empty_init), empty_init)
 
     # -- set-up --

@@ -71,7 +71,7 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         self._precision_plugin = None if plugin is None else to_zero_plugin(plugin, self.namespace)
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Create the model's tensors on the root device; at stage 3 on meta if `empty_init`, else on the CPU."""
+        """Create the model on the root device; at stage 3 on meta if `empty_init`, else on the CPU."""
         return self._creating_model(super().tensor_init_context(empty_init), empty_init)
 
     # -- runtime, in the order of a run --
