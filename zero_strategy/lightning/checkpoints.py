@@ -44,7 +44,7 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
 
         Beside what Lightning has put there, a file to resume from holds the fp32 masters of 16-bit weights.
         """
-        if checkpoint.get("optimizer_states") and _has_16_bit_weights(self.engine):
+        if checkpoint.get("optimizer_states") and has_16_bit_weights(self.engine):
             checkpoint[MASTERS_KEY] = self.engine.full_state_dict(dtype=torch.float32, trainable_only=True)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
@@ -80,5 +80,6 @@ def more_precise(weights: Mapping[str, Any], masters: Mapping[str, Any]) -> dict
     }
 
 
-def _has_16_bit_weights(engine: ZeroEngine) -> bool:
+def has_16_bit_weights(engine: ZeroEngine) -> bool:
+    """Whether the engine keeps masters, which are more precise than its weights."""
     return any(param.is_floating_point() and param.element_size() < 4 for param in engine.model.parameters())

@@ -3,37 +3,30 @@
 Stands on the `DDPStrategy` of a Fabric package, which launches, makes the process group and talks between
 ranks; no model is wrapped in DDP. Fabric's user owns the loop, and may set up any number of models and
 optimizers in any order: each model has an engine of its own. Must not know buckets or shards.
-
-[Note: Fabric's wrapper around the module]
-`fabric.setup` returns a `_FabricModule` around what `setup_module` returns. Two things follow. Methods that
-are marked as forward methods (`training_step`, ...) go through precision and hooks only if that is another
-module than the user's own: so there is a `ForwardModule` in between, as DDP's wrapper is. And the
-`zero_grad` of a `_FabricModule` is `nn.Module`'s own, which looks for `param.grad` of its own accord and
-finds none, so the wrapper gets one that clears the engine's gradients as soon as it takes the module in.
 """
 
 from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError, ShardingError
 from zero_strategy.lightning.base import ZeroStrategyBase, find_engine, reusable_engine
+from zero_strategy.lightning.fabric_checkpoints import FabricCheckpointHooks
+from zero_strategy.lightning.forward_module import ForwardModule, engine_behind, lend_zero_grad
 from zero_strategy.lightning.precision import refuse_fp16
 from zero_strategy.lightning.settings import resolve_for_fabric
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
 
-class FabricHooks(ZeroStrategyBase):
+class FabricHooks(FabricCheckpointHooks, ZeroStrategyBase):
     """ZeRO stages 1, 2 and 3 for Lightning's Fabric; `FabricZeroStrategy` is this on a `DDPStrategy`.
 
     Example:
@@ -101,7 +94,7 @@ class FabricHooks(ZeroStrategyBase):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Shard a module and its optimizers. Collective; the scheduler goes on as it is."""
-        self._set_up(module)
+        self._set_up(module).forget_optimizers()  # those of a former run
         sharded = [self.setup_optimizer(optimizer) for optimizer in optimizers]
         return self._wrap(module), sharded, scheduler
 
@@ -123,7 +116,7 @@ class FabricHooks(ZeroStrategyBase):
         # Where parameters are foreign, this engine says so on all ranks.
         return engines[num_held.index(max(num_held))].shard_optimizer(optimizer)
 
-    def _set_up(self, module: nn.Module) -> None:
+    def _set_up(self, module: nn.Module) -> ZeroEngine:
         """Give a module an engine, or find the one it has."""
         precision = str(self.precision.precision)
         config = resolve_for_fabric(self._zero_config, precision, self.world_size)
@@ -132,11 +125,12 @@ class FabricHooks(ZeroStrategyBase):
             engine = self._new_engine(module, config)
         self._engines = [weakref.ref(known) for known in self._living_engines() if known is not engine]
         self._engines.append(weakref.ref(engine))
+        return engine
 
     def _wrap(self, module: nn.Module) -> ForwardModule:
         forward_module = ForwardModule(module)
         wrappers = importlib.import_module(f"{self.namespace}.wrappers")
-        _lend_zero_grad(forward_module, wrappers._FabricModule)
+        lend_zero_grad(forward_module, wrappers._FabricModule)
         return forward_module
 
     # -- runtime --
@@ -160,23 +154,6 @@ class FabricHooks(ZeroStrategyBase):
         self.precision.unscale_gradients(optimizer)
         _sharded(optimizer).clip_grad_value_(clip_val)
 
-    # -- checkpoints: one file, the format of any other strategy --
-
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Gather the whole state dict. Collective; CPU tensors on rank 0, {} elsewhere."""
-        engine = find_engine(unwrap(module))
-        return module.state_dict() if engine is None else engine.full_state_dict()
-
-    def load_module_state_dict(
-        self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
-    ) -> None:
-        """Load whole weights, of any strategy, into shards. Collective."""
-        engine = find_engine(unwrap(module))
-        if engine is None:
-            module.load_state_dict(state_dict, strict=strict)
-        else:
-            engine.load_full_state_dict(state_dict, strict=strict)
-
     # -- queries --
 
     def engine_of(self, module: nn.Module) -> ZeroEngine:
@@ -185,11 +162,10 @@ class FabricHooks(ZeroStrategyBase):
         Raises:
             ShardingError: It has not been set up.
         """
-        original = getattr(module, "_original_module", module)  # of a _FabricModule
-        engine = find_engine(unwrap(original))
+        engine = engine_behind(module)
         if engine is None:
             raise ShardingError(
-                what=f"This {type(original).__name__} has no engine.",
+                what=f"This {type(module).__name__} has no engine.",
                 why="A module is sharded when Fabric sets it up.",
                 fix="Call fabric.setup(model, ...) or fabric.setup_module(model) first.",
             )
@@ -200,45 +176,13 @@ class FabricHooks(ZeroStrategyBase):
         return [engine for engine in engines if engine is not None]
 
 
-class ForwardModule(nn.Module):
-    """The sharded module, one call deeper. See [Note: Fabric's wrapper around the module]."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
-        return self.module(*args, **kwargs)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that the engine holds."""
-        self.module.zero_grad(set_to_none)
-
-
 class _BackwardSyncControl:
     """What `fabric.no_backward_sync` asks."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Accumulate without a boundary."""
-        engine = find_engine(unwrap(module))
+        engine = engine_behind(module)
         return engine.no_sync() if enabled and engine is not None else nullcontext()
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """Return the user's own module."""
-    return module.module if isinstance(module, ForwardModule) else module
-
-
-def _lend_zero_grad(forward_module: ForwardModule, wrapper: type[nn.Module]) -> None:
-    """Give the wrapper that will take a module in the module's own `zero_grad`."""
-
-    def on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is forward_module and isinstance(parent, wrapper):
-            parent.zero_grad = forward_module.zero_grad  # type: ignore[method-assign]
-            handle.remove()  # allowed while torch walks its hooks, since the newest comes last
-
-    handle = register_module_module_registration_hook(on_registration)
 
 
 def _sharded(optimizer: Optimizer) -> ShardedOptimizer:
