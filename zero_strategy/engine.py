@@ -404,6 +404,11 @@ class ZeroEngine:
             reshard_idle=self._lifecycle.reshard_idle,
         )
 
+    @property
+    def collectives(self) -> Collectives:
+        """What the ranks of this engine talk to one another with."""
+        return self._collectives
+
     # -- end --
 
     def close(self) -> None:

@@ -1,21 +1,37 @@
-"""What the Trainer calls to write and read checkpoints: one plain file, the format of any other strategy.
+"""What the Trainer calls to write and read checkpoints.
 
-`CheckpointHooks` stands in front of a `DDPStrategy`, below `ZeroStrategy`. It gathers whole weights and state
-for the file and scatters what a file holds; the file itself is the `CheckpointIO`'s. It must not know how the
-engine is built or run.
+`CheckpointHooks` stands in front of a `DDPStrategy`, below `ZeroStrategy`. It decides what goes into a
+checkpoint beside what Lightning puts there, and in which order one is taken over; how either kind is written
+and read is `checkpoint_files`' business. It must not know how the engine is built or run.
+
+[Note: Random numbers]
+Lightning restores where loops and data loaders stood, not the random number generators. A checkpoint to
+resume from therefore holds every rank's. They are restored with the optimizers, so that an epoch begins with
+the draws (of samplers and of data loaders) it would have begun with. Where the checkpoint was written inside
+an epoch its loader has drawn already, and draws again when the loop sets it up: there they are restored once
+more, before the first training step.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from zero_strategy.checkpoint.full_weights import more_precise
+from zero_strategy.checkpoint.opened import OpenCheckpoint
+from zero_strategy.checkpoint.together import agreed
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.errors import CheckpointError
+from zero_strategy.errors import CheckpointError, ConfigError
+from zero_strategy.lightning import checkpoint_files, rng
+from zero_strategy.log import log_event
 
 MASTERS_KEY = "zero_strategy_masters"  # in a checkpoint file: fp32 weights under the names of the state dict
+RNG_KEY = "zero_strategy_rng"  # in a checkpoint: the state of each rank's random number generators
+
+STATE_DICT_TYPES = ("full", "sharded")
 
 _Base: Any = object
 
@@ -23,43 +39,150 @@ _Base: Any = object
 class CheckpointHooks(_Base):  # type: ignore[misc]
     """The part of `ZeroStrategy` that has to do with checkpoints; it stands on the other part's `engine`."""
 
+    def __init__(
+        self,
+        stage: int | None = None,
+        config: Any = None,
+        *,
+        state_dict_type: str = "full",
+        **keywords: Any,
+    ) -> None:
+        _check_type(state_dict_type)
+        self._state_dict_type = state_dict_type
+        self._opened: OpenCheckpoint | None = None  # the folder that is being loaded
+        self._rng_at_first_step: dict[str, Any] | None = None  # See [Note: Random numbers]
+        super().__init__(stage, config, **keywords)
+
+    def setup_environment(self) -> None:
+        """Refuse what cannot work, then begin as `DDPStrategy` does."""
+        kind = type(self.checkpoint_io).__name__
+        if self._state_dict_type == "sharded" and kind != "TorchCheckpointIO":
+            raise ConfigError(
+                what=f"state_dict_type='sharded' cannot be used with the CheckpointIO {kind}.",
+                why="A CheckpointIO writes one file from rank 0; here every rank writes its own part.",
+                fix="Leave the plugin out, or use state_dict_type='full'.",
+            )
+        super().setup_environment()
+
+    # -- saving --
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Gather the whole state dict. Collective; CPU tensors on rank 0, {} elsewhere.
+
+        With `state_dict_type="sharded"` {} everywhere: weights go into the folder from where they are.
+        """
+        weights: dict[str, Any] = {} if self._is_sharded else self.engine.full_state_dict()
+        return weights
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Gather an optimizer's state in torch's own format. Collective; no tensors but on rank 0.
+
+        With `state_dict_type="sharded"` {} everywhere, as for weights.
+        """
+        unwrapped = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
+        state: dict[str, Any] = {} if self._is_sharded else unwrapped.state_dict()
+        return state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write one file through the `CheckpointIO`, on rank 0, or a folder. Collective.
+
+        Beside what Lightning has put there, a checkpoint to resume from holds the state of every rank's
+        random number generators; and a file the fp32 masters of 16-bit weights, which a folder has anyway.
+        """
+        engine: ZeroEngine = self.engine
+        resumable = "optimizer_states" in checkpoint
+        if resumable:
+            checkpoint[RNG_KEY] = engine.collectives.gather_json(rng.get_state(self.root_device))
+            _note_open_window(self.lightning_module.trainer)
+        if self._is_sharded:
+            if storage_options is not None:
+                raise _no_storage_options()
+            checkpoint_files.save_folder(engine, filepath, checkpoint, weights_only=not resumable)
+            return
+        if checkpoint.get("optimizer_states") and has_16_bit_weights(engine):
+            checkpoint[MASTERS_KEY] = engine.full_state_dict(dtype=torch.float32, trainable_only=True)
+        io, first = self.checkpoint_io, self.is_global_zero
+        agreed(
+            engine.collectives,
+            lambda: checkpoint_files.save_file(io, filepath, checkpoint, storage_options) if first else None,
+        )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a file or a folder, on rank 0."""
+        if self.is_global_zero:
+            checkpoint_files.remove(self.checkpoint_io, filepath)
+
+    # -- loading, in the order of a run --
+
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """True: weights are loaded into shards, so the engine must exist."""
         return True
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Gather the whole state dict. Collective; CPU tensors on rank 0, {} elsewhere."""
-        weights: dict[str, Any] = self.engine.full_state_dict()
-        return weights
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of either kind, whatever this strategy writes. Collective.
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Gather an optimizer's state in torch's own format. Collective; no tensors but on rank 0."""
-        unwrapped = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
-        state: dict[str, Any] = unwrapped.state_dict()
-        return state
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one file through the `CheckpointIO`, on rank 0. Collective.
-
-        Beside what Lightning has put there, a file to resume from holds the fp32 masters of 16-bit weights.
+        Returns:
+            What Lightning has put there. The weights of a folder are a dict that reads them when looked at.
         """
-        if checkpoint.get("optimizer_states") and has_16_bit_weights(self.engine):
-            checkpoint[MASTERS_KEY] = self.engine.full_state_dict(dtype=torch.float32, trainable_only=True)
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        engine: ZeroEngine = self.engine
+        self._opened = None
+        if weights_only is None:
+            weights_only = _asked_weights_only(self.lightning_module.trainer)
+        if checkpoint_files.is_folder(checkpoint_path):
+            self._opened, content = checkpoint_files.open_folder(
+                engine, checkpoint_path, weights_only=weights_only
+            )
+            weights = self._opened.weights()
+            weights.update(content.get("state_dict", {}))  # what on_save_checkpoint has added
+            content = {**content, "state_dict": weights}
+        else:
+            io = self.checkpoint_io
+            content = agreed(
+                engine.collectives,
+                lambda: checkpoint_files.load_file(io, checkpoint_path, weights_only=weights_only),
+            )
+        _require_lightnings(content, checkpoint_path)
+        return content
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights, of any strategy, into shards. Collective."""
-        self.engine.load_full_state_dict(checkpoint["state_dict"], strict=strict)
+        """Take weights over into shards, as `on_load_checkpoint` has left them. Collective."""
+        weights = checkpoint["state_dict"]
+        if self._opened is None:
+            self.engine.load_full_state_dict(weights, strict=strict)
+            return
+        self._opened.load_weights(weights, strict=strict)
+        self._opened.close()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole optimizer states and masters, of any strategy, into shards. Collective."""
+        """Take over masters, optimizer states and random number generators. Collective."""
         if MASTERS_KEY in checkpoint:
             # `on_load_checkpoint` may have edited weights: a master counts only where it still rounds to one.
             weights, masters = checkpoint["state_dict"], checkpoint[MASTERS_KEY]
             merged = more_precise(weights, masters) if self.is_global_zero else {}
             self.engine.load_full_state_dict(merged, strict=False)
         states = checkpoint["optimizer_states"]
+        if states:
+            self._load_optimizers(states)
+        else:
+            log_event("The checkpoint has no optimizer states (any more): the optimizers begin anew.")
+        self._opened = None
+        self._load_rng(checkpoint)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, the first after a resume inside an epoch with the random numbers of its time."""
+        if self._rng_at_first_step is not None:
+            rng.set_state(self._rng_at_first_step, self.root_device)
+            self._rng_at_first_step = None
+        return super().training_step(*args, **kwargs)
+
+    # -- helpers --
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._state_dict_type == "sharded"
+
+    def _load_optimizers(self, states: list[dict[str, Any]]) -> None:
         if len(states) != len(self.optimizers):
             raise CheckpointError(
                 what=f"The checkpoint has {len(states)} optimizers, the module {len(self.optimizers)}.",
@@ -67,17 +190,88 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
                 fix="Let configure_optimizers return what it did when the file was written, or load weights "
                 "only: load_from_checkpoint, then fit without ckpt_path.",
             )
+        if self._opened is not None:
+            self._opened.load_optimizers()
+            self._opened.close()
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+            # A folder's are {}, unless `on_load_checkpoint` has put something there.
+            if state or self._opened is None:
+                optimizer.load_state_dict(state)
+
+    def _load_rng(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore this rank's random number generators. See [Note: Random numbers]."""
+        states = checkpoint.get(RNG_KEY)
+        if states is None:  # of another strategy
+            return
+        if len(states) != self.world_size:
+            log_event(
+                f"The checkpoint was written by {len(states)} ranks and is read by {self.world_size}: random "
+                f"numbers (dropout) do not go on where they were."
+            )
+            return
+        own = states[self.global_rank]
+        rng.set_state(own, self.root_device)
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        inside_epoch = progress["current"]["ready"] > 0 and not progress["is_last_batch"]
+        self._rng_at_first_step = own if inside_epoch else None
 
 
-def more_precise(weights: Mapping[str, Any], masters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, element by element, the master where it rounds to the weight, else the weight, in fp32."""
-    return {
-        name: torch.where(master.to(weights[name].dtype) == weights[name], master, weights[name].float())
-        for name, master in masters.items()
-        if name in weights
-    }
+def _check_type(state_dict_type: str) -> None:
+    if state_dict_type not in STATE_DICT_TYPES:
+        raise ConfigError(
+            what=f"state_dict_type={state_dict_type!r} is not known.",
+            why="'full' writes one file of whole tensors, which plain Lightning loads; 'sharded' a folder, "
+            "into which every rank writes its part.",
+            fix=f"Use one of {', '.join(map(repr, STATE_DICT_TYPES))}.",
+        )
+
+
+def _asked_weights_only(trainer: Any) -> bool | None:
+    """Return the `weights_only` that was given to fit, validate, test or predict.
+
+    Lightning 2.6 hands it on only to strategies that restore before they set up, so it is read where it got
+    stuck.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_run" and frame.f_locals.get("self") is trainer:
+            asked: bool | None = frame.f_locals.get("weights_only")
+            return asked
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _note_open_window(trainer: Any) -> None:
+    if not trainer.lightning_module.automatic_optimization:
+        return
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    num_open = progress.current.ready % trainer.accumulate_grad_batches
+    if num_open and not progress.is_last_batch:
+        log_event(
+            f"Saved inside an accumulation window: the gradients of {num_open} of "
+            f"{trainer.accumulate_grad_batches} micro-batches are not in the checkpoint, and a run resumed "
+            f"from it steps without them."
+        )
+
+
+def _require_lightnings(content: Mapping[str, Any], path: Any) -> None:
+    if "state_dict" in content and "pytorch-lightning_version" in content:
+        return
+    raise CheckpointError(
+        what=f"{path} is no checkpoint of a Trainer: it has {sorted(map(str, content))[:8]}.",
+        why="A Trainer's has the weights in 'state_dict', and 'pytorch-lightning_version'.",
+        fix="Load weights alone into the module before the run: module.load_state_dict(...), or, from a "
+        "folder that engine.save_checkpoint wrote, trainer.strategy.engine.load_checkpoint(...) in "
+        "on_fit_start.",
+    )
+
+
+def _no_storage_options() -> ConfigError:
+    return ConfigError(
+        what="save_checkpoint was given storage_options, with state_dict_type='sharded'.",
+        why="They are for a CheckpointIO, and a folder is not written through one.",
+        fix="Leave them out, or use state_dict_type='full'.",
+    )
 
 
 def has_16_bit_weights(engine: ZeroEngine) -> bool:

@@ -42,6 +42,8 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
     Args:
         stage: 1, 2 or 3. By default what `config` says, else 3.
         config: A `ZeroConfig`, a dict or the path of a JSON file in the schema of `ds_config.json`.
+        state_dict_type: What a checkpoint is: "full", one file that plain Lightning loads too, or "sharded",
+            a folder into which every rank writes its part. Either is loaded, whatever this says.
         **keywords: Settings of `ZeroConfig`, which beat `config`; and these of Lightning's `DDPStrategy`:
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend, timeout, start_method. `param_init_fn` is the engine's, for modules on meta

@@ -1,0 +1,223 @@
+"""The two kinds of checkpoints a front end writes: one file of whole tensors, or a folder of shards.
+
+The file is the `CheckpointIO`'s, as with any strategy. The folder is the engine's own checkpoint; what a
+framework keeps beside weights and optimizers (loops, callbacks, hyper-parameters) goes into its extra state,
+as one block that torch has saved. Such blocks and files are unpickled with `weights_only=True` unless the
+user says otherwise, so loading one runs no code. Called by the hooks of each front end; must not know what a
+Trainer is.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from zero_strategy.checkpoint.format import MANIFEST_NAME
+from zero_strategy.checkpoint.opened import OpenCheckpoint
+from zero_strategy.checkpoint.together import agreed
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.errors import CheckpointError
+from zero_strategy.log import log_event
+
+CONTENT_KEY = "lightning"  # of a folder's extra state: what the framework keeps, as torch has saved it
+
+# -- folders --
+
+
+def save_folder(engine: ZeroEngine, path: Any, content: dict[str, Any], *, weights_only: bool) -> None:
+    """Write a folder. Collective.
+
+    Args:
+        engine: Its weights, masters and optimizers are stored, by every rank what it owns.
+        path: A local path that all ranks share.
+        content: What the framework keeps beside them; rank 0's counts.
+        weights_only: Leave the optimizers out.
+
+    Raises:
+        CheckpointError: The path is remote or taken by a file, or something cannot be stored; on all ranks.
+    """
+    collectives = engine.collectives
+    folder = agreed(collectives, lambda: _local_folder(path))
+    packed = agreed(collectives, lambda: _pack(content, folder) if collectives.rank == 0 else None)
+    engine.save_checkpoint(folder, extra={CONTENT_KEY: packed}, weights_only=weights_only)
+
+
+def open_folder(
+    engine: ZeroEngine, path: Any, *, weights_only: bool | None
+) -> tuple[OpenCheckpoint, dict[str, Any]]:
+    """Open a folder and return it with what the framework keeps in it. Collective.
+
+    Args:
+        engine: Takes the rest over, in the steps of `OpenCheckpoint`.
+        path: The folder.
+        weights_only: False lets the content hold objects of any class, and so run code.
+
+    Raises:
+        CheckpointError: It is no checkpoint, or holds other classes than torch loads safely; on all ranks.
+    """
+    opened = engine.open_checkpoint(os.fspath(path))
+    extra = opened.extra()
+    packed = extra.get(CONTENT_KEY) if isinstance(extra, dict) else None
+    if not isinstance(packed, Tensor):
+        return opened, {}
+    where = f"what {path} holds beside the weights"
+    content: dict[str, Any] = agreed(
+        engine.collectives, lambda: _load(io.BytesIO(packed.numpy().tobytes()), where, weights_only)
+    )
+    return opened, content
+
+
+def is_folder(path: Any) -> bool:
+    """Whether a checkpoint is a folder; a path that does not exist is none."""
+    return isinstance(path, str | os.PathLike) and os.path.isdir(path)
+
+
+# -- files --
+
+
+def load_file(checkpoint_io: Any, path: Any, *, weights_only: bool | None) -> dict[str, Any]:
+    """Read a file of whole tensors.
+
+    Lightning's own reader would give every rank a copy; from a local file the tensors are memory-mapped
+    instead.
+
+    Args:
+        checkpoint_io: Reads it, unless it is Lightning's own reader and the file a local one.
+        path: The file.
+        weights_only: False lets it hold objects of any class, and so run code.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or holds other classes than torch loads safely.
+    """
+    is_local = isinstance(path, str | os.PathLike) and os.path.isfile(path)
+    if is_local and type(checkpoint_io).__name__ == "TorchCheckpointIO" and zipfile.is_zipfile(path):
+        return _load(path, f"The file {path}", weights_only)
+    try:
+        content: dict[str, Any] = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise _unsafe(f"The file {path}", [str(error).splitlines()[0]]) from error
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            what=f"The checkpoint {path} does not exist.",
+            why="There is neither a file nor a folder of that name.",
+            fix="Pass what save_checkpoint() or ModelCheckpoint has written; best_model_path has its name.",
+        ) from error
+    return content
+
+
+def save_file(checkpoint_io: Any, path: Any, content: dict[str, Any], storage_options: Any) -> None:
+    """Write a file of whole tensors; to be called on rank 0.
+
+    Raises:
+        CheckpointError: A folder is in the way.
+    """
+    if is_folder(path):
+        raise CheckpointError(
+            what=f"{path} is a folder, and a single file is to be written there.",
+            why="state_dict_type='full' writes one file; the folder is kept, it may be a checkpoint.",
+            fix="Save under another name, remove the folder, or use ZeroStrategy(state_dict_type='sharded').",
+        )
+    checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
+
+
+def remove(checkpoint_io: Any, path: Any) -> None:
+    """Delete a checkpoint of either kind; to be called on rank 0.
+
+    A folder loses its manifest first, so that whoever looks in between finds it incomplete, not damaged.
+    """
+    if isinstance(path, str | os.PathLike) and os.path.islink(path):
+        os.unlink(path)
+    elif is_folder(path):
+        Path(path, MANIFEST_NAME).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    else:
+        checkpoint_io.remove_checkpoint(path)
+
+
+# -- helpers --
+
+
+def _local_folder(path: Any) -> str:
+    text: str = os.fspath(path).removeprefix("file://")
+    if "://" in text:
+        raise CheckpointError(
+            what=f"A checkpoint folder cannot be written to {text!r}.",
+            why="Every rank writes its own part, into a file system that all ranks share.",
+            fix="Save to a path of such a file system, or use state_dict_type='full', which writes one file "
+            "through the CheckpointIO.",
+        )
+    if os.path.isfile(text):
+        raise CheckpointError(
+            what=f"{text} is a file, and a folder is to be written there.",
+            why="state_dict_type='sharded' writes a folder; the file is kept, it may be a checkpoint.",
+            fix="Save under another name, remove the file, or use ZeroStrategy(state_dict_type='full').",
+        )
+    return text
+
+
+def _pack(content: dict[str, Any], folder: str) -> Tensor:
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            what=f"What goes into {folder} beside the weights cannot be stored: {error}.",
+            why="It is pickled, as in a single file; a callback, a hyper-parameter or on_save_checkpoint has "
+            "put something there that cannot be.",
+            fix="Store tensors, numbers, strings, and lists and dicts of these.",
+        ) from error
+    buffer.seek(0)
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if unsafe:
+        log_event(
+            f"{folder} holds objects of {', '.join(sorted(unsafe))} beside the weights: loading it will need "
+            f"weights_only=False. Who put them there (a callback, hyper-parameters, on_save_checkpoint) can "
+            f"store plain values instead."
+        )
+    return torch.from_numpy(numpy.frombuffer(buffer.getvalue(), dtype=numpy.uint8).copy())
+
+
+def _load(source: Any, subject: str, weights_only: bool | None) -> dict[str, Any]:
+    is_path = not isinstance(source, io.BytesIO)
+    try:
+        content = torch.load(
+            source,
+            map_location="cpu",
+            mmap=is_path,
+            weights_only=True if weights_only is None else weights_only,
+        )
+    except pickle.UnpicklingError as error:
+        if not is_path:
+            source.seek(0)
+        raise _unsafe(subject, torch.serialization.get_unsafe_globals_in_checkpoint(source)) from error
+    except (RuntimeError, EOFError) as error:
+        raise CheckpointError(
+            what=f"{subject[:1].upper()}{subject[1:]} cannot be read: {str(error).splitlines()[0]}",
+            why="It is damaged, or no checkpoint.",
+            fix="Use another copy, or an earlier checkpoint.",
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            what=f"{subject[:1].upper()}{subject[1:]} is a {type(content).__name__}.",
+            why="A checkpoint is a dict.",
+            fix="Pass what save_checkpoint() or ModelCheckpoint has written.",
+        )
+    return content
+
+
+def _unsafe(subject: str, classes: list[str]) -> CheckpointError:
+    return CheckpointError(
+        what=f"{subject[:1].upper()}{subject[1:]} holds objects of {', '.join(sorted(classes))}.",
+        why="Unpickling other classes than tensors and plain values can run code, so it needs your word.",
+        fix="If you trust it, pass weights_only=False (fit, validate, test and predict take it), or name the "
+        "classes in torch.serialization.add_safe_globals.",
+    )
