@@ -64,9 +64,14 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def add(self, tensors: Iterable[Tensor]) -> list[int]:
-        """Note the storages of tensors, also of such as were made before; return their serial numbers."""
+        """Note the storages of tensors, also of such as were made before; return their serial numbers.
+
+        Tensors on the meta device have none: they only say how large they would be.
+        """
         serials = []
         for tensor in tensors:
+            if tensor.is_meta:
+                continue
             reference = StorageWeakRef(tensor.untyped_storage())
             known = self._known.get(reference.cdata)
             if known is None or known[1].expired():

@@ -165,27 +165,12 @@ class Bucket:
             [owned_numel] fp32, this rank's part of the values before they were rounded to a 16-bit dtype;
             None if nothing was rounded.
         """
-        source: Tensor | None = None
-        places = self.make_room()
-        target = self._arriving
-        assert target is not None, "there is room"
-        for start, numel in self.layout.gaps():
-            target[start : start + numel].zero_()
-        with torch.no_grad():
-            for place, param in zip(places, self.params, strict=True):
-                if param.data_ptr() != place.data_ptr():
-                    place.copy_(param.data)
-                param.grad = None  # a gradient from before would never be reduced
-        self._collectives.broadcast(target)
-        if target is not self.flat:
-            restore_storage(self.flat)
-            self.flat.copy_(target)
-            source = self._own_range(target).clone()
+        source = self._fill_flat()
         self.state.show()
+        self._arriving = None  # nobody holds the values from before rounding any more
         if self.policy.shard_params:
             self.param_shard = self.param_shard.clone()
             self._free()
-        self._arriving = None
         return source
 
     # -- parameters --
@@ -380,6 +365,25 @@ class Bucket:
         return use
 
     # -- helpers --
+
+    def _fill_flat(self) -> Tensor | None:
+        """Write rank 0's values into the flat buffer; return what this rank owns, if it was rounded."""
+        places = self.make_room()
+        target = self._arriving
+        assert target is not None, "there is room"
+        for start, numel in self.layout.gaps():
+            target[start : start + numel].zero_()
+        with torch.no_grad():
+            for place, param in zip(places, self.params, strict=True):
+                if param.data_ptr() != place.data_ptr():
+                    place.copy_(param.data)
+                param.grad = None  # a gradient from before would never be reduced
+        self._collectives.broadcast(target)
+        if target is self.flat:
+            return None
+        restore_storage(self.flat)
+        self.flat.copy_(target)
+        return self._own_range(target).clone()
 
     def _own_range(self, flat: Tensor) -> Tensor:
         start = self._collectives.rank * self.layout.shard_numel if self.policy.shard_optim else 0
