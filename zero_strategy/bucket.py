@@ -79,7 +79,7 @@ class Bucket:
     """Parameters that are flattened, sharded and communicated together.
 
     Attributes:
-        index: Position among the engine's buckets.
+        index: Position among the engine's buckets; changes when one of them is exchanged.
         layout: Where each parameter lies.
         flat: [padded_numel] param_dtype; whole buffer. Its storage is empty while the bucket is sharded.
         param_shard: [owned_numel] param_dtype; this rank's own part, a range of `flat` unless parameters are
@@ -158,14 +158,17 @@ class Bucket:
                 self._arriving = self.flat
         return views_of(self._arriving, self.layout)
 
-    def adopt(self) -> Tensor | None:
+    def adopt(self, *, is_agreed: bool = False) -> Tensor | None:
         """Move the parameters' values into the bucket, make them equal on all ranks, and shard them.
+
+        Args:
+            is_agreed: Whether all ranks hold the same values already, as those of another bucket.
 
         Returns:
             [owned_numel] fp32, this rank's part of the values before they were rounded to a 16-bit dtype;
             None if nothing was rounded.
         """
-        source = self._fill_flat()
+        source = self._fill_flat(is_agreed)
         self.state.show()
         self._arriving = None  # nobody holds the values from before rounding any more
         if self.policy.shard_params:
@@ -366,7 +369,7 @@ class Bucket:
 
     # -- helpers --
 
-    def _fill_flat(self) -> Tensor | None:
+    def _fill_flat(self, is_agreed: bool) -> Tensor | None:
         """Write rank 0's values into the flat buffer; return what this rank owns, if it was rounded."""
         places = self.make_room()
         target = self._arriving
@@ -378,7 +381,8 @@ class Bucket:
                 if param.data_ptr() != place.data_ptr():
                     place.copy_(param.data)
                 param.grad = None  # a gradient from before would never be reduced
-        self._collectives.broadcast(target)
+        if not is_agreed:
+            self._collectives.broadcast(target)
         if target is self.flat:
             return None
         restore_storage(self.flat)

@@ -1,7 +1,8 @@
 """Which parameters share a bucket, and what the stage means for each.
 
 Of all files that read the number `stage` the only one that decides by it: here it turns into three booleans
-per bucket. Called once by the engine, on the whole model; it moves no data.
+per bucket. Called on the whole model when the engine is built, and on a frozen bucket when some of it begins
+to be trained; it moves no data.
 
 [Note: Units]
 At stage 3 a *unit* is what is unsharded together: the outermost repeated block of the model (siblings of one
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ class BucketPlan:
         fqns: First name of each parameter.
         params: The parameters themselves, in the order of `fqns`.
         policy: What is sharded.
-        trainable: Whether they get gradients; never mixed in a bucket.
+        trainable: Whether there is a place for their gradients; never mixed in a bucket.
         dtype: Their dtype once sharded; never mixed in a bucket.
         modules: The modules whose forward needs the bucket whole; the first is the unit itself (stage 3).
         is_root: Whether the bucket stays whole until the backward has ended.
@@ -115,26 +116,32 @@ def plan_buckets(model: nn.Module, config: ZeroConfig) -> list[BucketPlan]:
         )
         groups.setdefault(kind, []).append((fqn, param))
 
-    names = {module: name for name, module in model.named_modules()}
-    plans = []
-    for kind, members in groups.items():
-        for number, chunk in enumerate(_pack(members, int(zero.reduce_bucket_size))):
-            users = _users(model, kind.unit, chunk, owners) if kind.policy.shard_params else ()
-            plans.append(
-                BucketPlan(
-                    name=_bucket_name(names[kind.unit], kind, number),
-                    fqns=tuple(fqn for fqn, _ in chunk),
-                    params=tuple(param for _, param in chunk),
-                    policy=kind.policy,
-                    trainable=kind.trainable,
-                    dtype=kind.dtype,
-                    modules=users,
-                    is_root=kind.unit is model,
-                    routes=_is_leaf(kind.unit, names[kind.unit], config),
-                )
-            )
+    plans = _plans_of(groups, model, config, owners=owners, taken=set())
     position = {fqn: index for index, (fqn, _) in enumerate(model.named_parameters())}
     return sorted(plans, key=lambda plan: position[plan.fqns[0]])
+
+
+def replan(
+    plan: BucketPlan, *, model: nn.Module, config: ZeroConfig, begun: set[nn.Parameter], taken: set[str]
+) -> list[BucketPlan]:
+    """Divide a frozen bucket anew because some of its parameters begin to be trained.
+
+    Args:
+        plan: What the bucket is now.
+        model: The whole model.
+        config: As for `plan_buckets`.
+        begun: Parameters of the bucket that are trained from now on.
+        taken: Names of the other buckets.
+
+    Returns:
+        Buckets with the same parameters. Unit and policy stay as they are: both were decided once.
+    """
+    unit = plan.modules[0] if plan.policy.shard_params else model
+    groups: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
+    for fqn, param in zip(plan.fqns, plan.params, strict=True):
+        kind = _Kind(unit, param in begun, plan.dtype, plan.policy)
+        groups.setdefault(kind, []).append((fqn, param))
+    return _plans_of(groups, model, config, owners=_owners(model), taken=taken)
 
 
 def find_units(model: nn.Module, config: ZeroConfig) -> dict[nn.Module, nn.Module]:
@@ -181,6 +188,17 @@ def check_model(model: nn.Module) -> ConfigError | None:
     return _check_parameters(model)
 
 
+def check_trainable(fqn: str, param: nn.Parameter) -> ConfigError | None:
+    """Return why a parameter cannot be trained, or None."""
+    if param.dtype != torch.float16:
+        return None
+    return ConfigError(
+        what=f"Parameter {fqn!r} is trainable in float16.",
+        why="Training in fp16 needs loss scaling, which is not built yet: small gradients would vanish.",
+        fix="Use bf16 (model.bfloat16(), or bf16={'enabled': True} over an fp32 model), or freeze it.",
+    )
+
+
 def describe_model(model: nn.Module) -> list[str]:
     """Return a line for everything that ranks must agree on: parameters and buffers, not their values."""
     params = [
@@ -211,17 +229,44 @@ def _describe(fqn: str, tensor: Tensor) -> str:
     return f"{fqn} {tuple(tensor.shape)} {tensor.dtype}{' on meta' if tensor.is_meta else ''}"
 
 
+def _plans_of(
+    groups: dict[_Kind, list[tuple[str, nn.Parameter]]],
+    model: nn.Module,
+    config: ZeroConfig,
+    *,
+    owners: dict[nn.Parameter, list[nn.Module]],
+    taken: set[str],
+) -> list[BucketPlan]:
+    """Cut parameters that may share a bucket into buckets with names that are not taken."""
+    names = {module: name for name, module in model.named_modules()}
+    plans = []
+    limit_numel = int(config.zero_optimization.reduce_bucket_size)
+    for kind, members in groups.items():
+        free = (name for name in _bucket_names(names[kind.unit], kind) if name not in taken)
+        for name, chunk in zip(free, _pack(members, limit_numel), strict=False):
+            users = _users(model, kind.unit, chunk, owners) if kind.policy.shard_params else ()
+            plans.append(
+                BucketPlan(
+                    name=name,
+                    fqns=tuple(fqn for fqn, _ in chunk),
+                    params=tuple(param for _, param in chunk),
+                    policy=kind.policy,
+                    trainable=kind.trainable,
+                    dtype=kind.dtype,
+                    modules=users,
+                    is_root=kind.unit is model,
+                    routes=_is_leaf(kind.unit, names[kind.unit], config),
+                )
+            )
+    return plans
+
+
 def _check_parameters(model: nn.Module) -> ConfigError | None:
     spans: list[tuple[int, int, int, str]] = []  # storage, first and last byte in it, name
     for fqn, param in model.named_parameters():
-        if param.dtype == torch.float16 and param.requires_grad:
-            return ConfigError(
-                what=f"Parameter {fqn!r} is trainable in float16.",
-                why="Training in fp16 needs loss scaling, which is not built yet: small gradients would "
-                "vanish.",
-                fix="Use bf16 (model.bfloat16(), or bf16={'enabled': True} over an fp32 model), or freeze "
-                "it.",
-            )
+        error = check_trainable(fqn, param) if param.requires_grad else None
+        if error is not None:
+            return error
         if param.is_complex():
             return ConfigError(
                 what=f"Parameter {fqn!r} is complex ({param.dtype}).",
@@ -335,6 +380,7 @@ def _pack(members: list[tuple[str, nn.Parameter]], limit_numel: int) -> list[lis
     return chunks
 
 
-def _bucket_name(unit: str, kind: _Kind, number: int) -> str:
+def _bucket_names(unit: str, kind: _Kind) -> Iterator[str]:
     marks = "" if kind.trainable else ".frozen"
-    return f"{unit or 'root'}{marks}.{str(kind.dtype).removeprefix('torch.')}#{number}"
+    for number in count():
+        yield f"{unit or 'root'}{marks}.{str(kind.dtype).removeprefix('torch.')}#{number}"

@@ -6,7 +6,7 @@ Read it to find which part does what; read the part to find out how.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy import root_methods
-from zero_strategy.bucket import FREED_VERSION, Bucket
-from zero_strategy.bucketing import check_model, describe_model, plan_buckets, summarize
+from zero_strategy.bucket import FREED_VERSION
+from zero_strategy.bucket_set import BucketSet
+from zero_strategy.bucketing import check_model, describe_model
 from zero_strategy.checkpoint import full_weights
 from zero_strategy.checkpoint.opened import OpenCheckpoint
 from zero_strategy.checkpoint.parts import Parts
@@ -29,12 +30,11 @@ from zero_strategy.engine_checks import agreed_config, check_not_sharded, check_
 from zero_strategy.errors import ShardingError
 from zero_strategy.intact import check_intact
 from zero_strategy.lifecycle import ParamLifecycle
-from zero_strategy.log import log_event, log_once
+from zero_strategy.log import log_once
 from zero_strategy.materialize import Adoption, InitFn, check_first_values, shard_device
 from zero_strategy.module_buffers import BufferBroadcaster
 from zero_strategy.optim import full_state
 from zero_strategy.optim.elementwise import check_elementwise
-from zero_strategy.optim.places import Place
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer, StepSettings, check_params
 from zero_strategy.passes import BackwardPass, ForwardPass
 from zero_strategy.precision import Masters
@@ -90,18 +90,12 @@ class ZeroEngine:
         self._collectives.require_same(describe_model(model), "The model")
         log_once(self.config.describe())
 
-        names = {id(param): fqn for fqn, param in model.named_parameters()}
-        plans = plan_buckets(model, self.config)
-        log_event(summarize(plans, topology.world_size))
-        wide = torch.float32 if self.config.data_types.grad_accum_dtype == "fp32" else None
-        self.buckets = [
-            Bucket(index, plan, self._collectives, device=where, names=names, grad_dtype=wide)
-            for index, plan in enumerate(plans)
-        ]
+        self._bucket_set = BucketSet(model, self.config, self._collectives, device=where)
+        self.buckets = self._bucket_set.buckets
+        self._places = self._bucket_set.places
         self._masters = Masters()
-        self._adopt(Adoption(model, list(zip(self.buckets, plans, strict=True)), where, param_init_fn))
+        self._adopt(Adoption(model, self._bucket_set.planned(), where, param_init_fn))
         self.optimizers: list[ShardedOptimizer] = []
-        self._places = {p: Place(bucket, i) for bucket in self.buckets for i, p in enumerate(bucket.params)}
 
         zero = self.config.zero_optimization
         self._backward = BackwardPass()
@@ -119,7 +113,7 @@ class ZeroEngine:
         if self.config.broadcast_buffers:
             self._forward.listen(on_begin=self._buffers.before_forward)
         self._lifecycle = ParamLifecycle(
-            [(b, plan) for b, plan in zip(self.buckets, plans, strict=True) if b.policy.shard_params],
+            [(bucket, plan) for bucket, plan in self._bucket_set.planned() if bucket.policy.shard_params],
             self._forward,
             self._backward,
             prefetch_numel=zero.stage3_prefetch_bucket_size,
@@ -131,8 +125,7 @@ class ZeroEngine:
         self._finish_construction()
 
     def _adopt(self, adoption: Adoption) -> None:
-        for bucket in self.buckets:
-            self.ledger.watch(bucket.memory)
+        self.ledger.watch(self._bucket_memory)
         self.ledger.watch(self._masters.memory)
         for bucket, unrounded in adoption.run(self._collectives):
             if bucket.trainable:
@@ -140,6 +133,8 @@ class ZeroEngine:
 
     def _finish_construction(self) -> None:
         root_methods.install(self)
+        self._bucket_set.listen(self._reducer.exchange)
+        self._bucket_set.listen(self._lifecycle.exchange)
         self.ledger.watch(self._optimizer_memory)
         self.ledger.watch(self._collectives.memory)
         self._backward.listen(on_end=self._on_backward_end, on_abort=self.ledger.note_backward)
@@ -173,6 +168,7 @@ class ZeroEngine:
             before_step=self._before_step,
             is_syncing=lambda: self._reducer.is_syncing,
             is_claimed=self._is_claimed,
+            make_trainable=self._make_trainable,
             after_step=self.ledger.end_step,
             gradient_clipping=self.config.gradient_clipping,
             sub_group_numel=self.config.zero_optimization.sub_group_size,
@@ -439,6 +435,17 @@ class ZeroEngine:
             world_size=self._collectives.world_size,
             stage=self.config.stage,
         )
+
+    def _make_trainable(self, params: Sequence[nn.Parameter]) -> None:
+        self._backward.check()
+        self._lifecycle.reshard_idle()
+        self._bucket_set.make_trainable(params)
+
+    def _bucket_memory(self) -> MemoryUse:
+        use = MemoryUse()
+        for bucket in self.buckets:
+            use.add(bucket.memory())
+        return use
 
     def _optimizer_memory(self) -> MemoryUse:
         use = MemoryUse()

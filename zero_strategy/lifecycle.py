@@ -75,10 +75,32 @@ class ParamLifecycle:
         self._plans: dict[bool, list[Bucket]] = {True: [], False: []}
         self._plan: list[Bucket] | None = None
         self.order: list[Bucket] = []
-        self._hooks = [hook for module, used in _by_module(buckets) for hook in self._register(module, used)]
+        self._used = _by_module(buckets)
+        self._hooks = [hook for module, used in self._used.items() for hook in self._register(module, used)]
         if self._buckets:
             forward.listen(on_begin=self._on_forward_begin, on_end=self._on_forward_end)
             backward.listen(on_end=self._on_backward_end, on_abort=self._on_backward_end)
+
+    def exchange(self, old: Bucket, new: Sequence[tuple[Bucket, BucketPlan]]) -> None:
+        """Let buckets take the place of one that holds the same parameters; no gather may be under way.
+
+        A bucket is held by whoever has held the old one. Hooks stay where they are: each has a list of the
+        buckets its module uses, and so have the hooks on what the module has returned.
+        """
+        if old not in self._num_users:
+            return
+        buckets = [bucket for bucket, _ in new]
+        self._unit_of.pop(old)
+        num_users, uses_left = self._num_users.pop(old), self._uses_left.pop(old)
+        for bucket, plan in new:
+            self._unit_of[bucket] = plan.modules[0]
+            self._num_users[bucket], self._uses_left[bucket] = num_users, uses_left
+        for table in (self._buckets, self._roots, self.order, *self._plans.values()):
+            _replace(table, old, buckets)
+        for module, used in self._used.items():
+            _replace(used, old, [bucket for bucket, plan in new if module in plan.modules])
+        for bucket in buckets if num_users else ():
+            self._gather(bucket)
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -298,9 +320,14 @@ def _anchor(output: Any) -> Any:
     return tree_map_only(Tensor, attach, output)
 
 
-def _by_module(buckets: Sequence[tuple[Bucket, BucketPlan]]) -> list[tuple[nn.Module, list[Bucket]]]:
+def _by_module(buckets: Sequence[tuple[Bucket, BucketPlan]]) -> dict[nn.Module, list[Bucket]]:
     users: dict[nn.Module, list[Bucket]] = {}
     for bucket, plan in buckets:
         for module in plan.modules:
             users.setdefault(module, []).append(bucket)
-    return list(users.items())
+    return users
+
+
+def _replace(buckets: list[Bucket], old: Bucket, new: list[Bucket]) -> None:
+    """Put some buckets where a list has another; a gather order has it as often as it was gathered."""
+    buckets[:] = [item for bucket in buckets for item in (new if bucket is old else [bucket])]

@@ -37,6 +37,13 @@ class MasterShard:
         else:
             self.weights = bucket.param_shard.float() if self._is_copy else bucket.param_shard
         self.slices = [self._slice(piece) for piece in bucket.slices]
+        self._slices_of: dict[int, list[tuple[ShardSlice, Tensor]]] = {}
+        for piece, weight in zip(bucket.slices, self.slices, strict=True):
+            self._slices_of.setdefault(piece.param_index, []).append((piece, weight))
+
+    def slices_of(self, index: int) -> list[tuple[ShardSlice, Tensor]]:
+        """Return the slices of one of the bucket's parameters, each with its master weights."""
+        return self._slices_of.get(index, [])
 
     def round_into_shard(self) -> None:
         """Write the masters, rounded to the nearest, into the parameter shard."""

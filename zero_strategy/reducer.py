@@ -28,12 +28,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from zero_strategy import compat
 from zero_strategy.bucket import Bucket
+from zero_strategy.bucketing import BucketPlan
 from zero_strategy.comm.collectives import Collectives, Handle
 from zero_strategy.errors import ShardingError
 from zero_strategy.log import log_event
@@ -93,28 +95,54 @@ class GradReducer:
                 between ranks.
         """
         self.is_syncing = True
-        self._buckets = [bucket for bucket in buckets if bucket.trainable]
-        self._frozen = [bucket for bucket in buckets if not bucket.trainable]
+        self._buckets: list[Bucket] = []  # those that are trainable; a position in this list never changes
+        self._frozen: list[Bucket] = []
         self._collectives = collectives
         self._backward = backward
         self._overlap = overlap
         self._gather_order = gather_order
-        # What is sharded is reduced in every backward, unless whole gradients are asked for.
-        self._may_defer = accumulate_whole or not any(bucket.policy.shard_grads for bucket in self._buckets)
+        self._accumulate_whole = accumulate_whole
         # Tied to the gathers, or by readiness; see [Note: One order of reductions].
         self._follows_gathers = any(bucket.policy.shard_params for bucket in buckets)
-        self._position_of = {bucket: position for position, bucket in enumerate(self._buckets)}
-        self._next_order = list(reversed(range(len(self._buckets))))
-        self._expected = [[1] * len(bucket.params) for bucket in self._buckets]
+        self._position_of: dict[Bucket, int] = {}
+        self._expected: list[list[int]] = []
         self._told_unused = False
         self._last_handle: Handle | None = None
-        self._forget_backward()
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(partial(self._on_grad, position, index))
-            for position, bucket in enumerate(self._buckets)
-            for index, param in enumerate(bucket.params)
-        ]
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        for bucket in buckets:
+            self._add(bucket)
+        self._settle()
         backward.listen(on_end=self._on_backward_end, on_abort=self._on_backward_abort)
+
+    def exchange(self, old: Bucket, new: Sequence[tuple[Bucket, BucketPlan]]) -> None:
+        """Let buckets take the place of a frozen one with the same parameters, between two backwards."""
+        self._frozen.remove(old)
+        for bucket, _ in new:
+            self._add(bucket)
+        self._settle()
+
+    def _add(self, bucket: Bucket) -> None:
+        if not bucket.trainable:
+            self._frozen.append(bucket)
+            return
+        position = self._position_of[bucket] = len(self._buckets)
+        self._buckets.append(bucket)
+        self._expected.append([1] * len(bucket.params))
+        for index, param in enumerate(bucket.params):
+            # torch takes the hook only while a gradient is required, and keeps it for when one is again.
+            required = param.requires_grad
+            param.requires_grad_(True)
+            hook = partial(self._on_grad, position, index)
+            self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+            param.requires_grad_(required)
+
+    def _settle(self) -> None:
+        """Decide in which order buckets are reduced in the next backward, and whether under `no_sync` too."""
+        # What is sharded is reduced in every backward, unless whole gradients are asked for.
+        self._may_defer = self._accumulate_whole or not any(b.policy.shard_grads for b in self._buckets)
+        indices = [bucket.index for bucket in self._buckets]
+        self._next_order = sorted(range(len(indices)), key=indices.__getitem__, reverse=True)
+        self._forget_backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -185,7 +213,6 @@ class GradReducer:
             handle.wait()
 
     def _on_backward_end(self) -> None:
-        self._check_frozen()
         if self._reduces_now():
             for position in self._order:
                 if not self._progress.is_reduced[position]:
@@ -204,9 +231,9 @@ class GradReducer:
     def _exchange_usage(self) -> tuple[list[list[bool]], list[bool]]:
         """Tell the others which parameters were used here, and learn which were used anywhere.
 
-        One byte a parameter, one a bucket for late gradients, one for "rank 0 has seen another order";
-        combined by maximum. What was gathered travels along with its complement: two maxima that complement
-        each other are one value.
+        One byte a parameter, one a bucket for late gradients, one for "a frozen parameter requires a
+        gradient", one for "rank 0 has seen another order"; combined by maximum. What was gathered travels
+        along with its complement: two maxima that complement each other are one value.
         """
         progress = self._progress
         new_order = progress.ready + [place for place in self._order if place not in progress.ready]
@@ -215,6 +242,8 @@ class GradReducer:
             pairs = zip(fired_here, stashed_here, strict=True)
             message += [fired > 0 or stashed for fired, stashed in pairs]
         message += progress.is_late
+        unfrozen = self._unfrozen()
+        message.append(bool(unfrozen))
         message.append(self._collectives.rank == 0 and new_order != self._order)
         gathered = self._gather_order()
         flags = torch.tensor(
@@ -223,6 +252,8 @@ class GradReducer:
         self._collectives.maximum(flags)
         _check_same_order(flags[len(message) :].tolist())
         answer = [bool(flag) for flag in flags[: len(message)].tolist()]
+        if answer[-2]:
+            self._refuse(unfrozen)
         used, start = [], 0
         for bucket in self._buckets:
             used.append(answer[start : start + len(bucket.params)])
@@ -265,18 +296,33 @@ class GradReducer:
                 f"leaves them as they are: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
             )
 
-    def _check_frozen(self) -> None:
+    def _unfrozen(self) -> list[str]:
+        """Return the parameters that require a gradient now and have no place for one."""
+        return [
+            spec.fqn
+            for bucket in self._frozen
+            for spec, param in zip(bucket.layout.params, bucket.params, strict=True)
+            if param.requires_grad
+        ]
+
+    def _refuse(self, unfrozen: list[str]) -> NoReturn:
+        """Raise on all ranks because some rank has unfrozen parameters that no optimizer has taken."""
         for bucket in self._frozen:
-            for spec, param in zip(bucket.layout.params, bucket.params, strict=True):
-                if param.requires_grad:
-                    raise ShardingError(
-                        what=f"Parameter {spec.fqn!r} requires a gradient now, but was frozen when the model "
-                        f"was sharded.",
-                        why="Frozen parameters have no place for gradients, masters or optimizer state, so "
-                        "its gradient would stay on this rank.",
-                        fix="Build the engine with requires_grad=True and freeze it afterwards, or freeze it "
-                        "again.",
-                    )
+            for param in bucket.params:
+                param.grad = None
+        by_rank = self._collectives.gather_json(unfrozen)
+        at_fault = [rank for rank, fqns in enumerate(by_rank) if fqns]
+        fqns = by_rank[at_fault[0]]
+        more = f" (and {len(fqns) - 1} more)" if len(fqns) > 1 else ""
+        raise ShardingError(
+            what=f"Parameter {fqns[0]!r}{more} requires a gradient now, but was frozen when the model was "
+            f"sharded, and no optimizer has taken it since (on ranks {at_fault}).",
+            why="Frozen parameters have no place for gradients, masters or optimizer state, so each rank "
+            "would keep a gradient of its own.",
+            fix="Give it to an optimizer after unfreezing it, on all ranks: "
+            "optimizer.add_param_group({'params': [param]}), or engine.shard_optimizer with another "
+            "optimizer. Or freeze it again (param.requires_grad_(False)).",
+        )
 
 
 def is_watched(param: nn.Parameter) -> bool:

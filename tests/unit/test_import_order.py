@@ -25,7 +25,7 @@ ORDER = [
     "buffers", "placeholder", "bucket", "materialize", "module_buffers", "precision",
     "passes", "lifecycle", "reducer",
     "optim.places", "optim.elementwise", "optim.clip", "optim.full_state", "optim.sharded_optimizer",
-    "intact",
+    "intact", "bucket_set",
     "checkpoint.elements", "checkpoint.safetensors_io", "checkpoint.records", "checkpoint.extra",
     "checkpoint.manifest", "checkpoint.format", "checkpoint.inspection", "checkpoint.hf",
     "checkpoint.full_weights", "checkpoint.parts", "checkpoint.together", "checkpoint.stored_weights",

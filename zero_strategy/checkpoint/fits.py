@@ -126,6 +126,6 @@ def _misfit(what: str) -> CheckpointError:
     return CheckpointError(
         what=what,
         why="Weights and optimizer state are matched by name.",
-        fix="Build the model, the optimizers and their param groups as they were when it was saved. Nothing "
-        "was loaded.",
+        fix="Build the model, the optimizers and their param groups as they were when it was saved, those "
+        "added later (add_param_group) included. Nothing was loaded.",
     )

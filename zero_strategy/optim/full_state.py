@@ -263,7 +263,10 @@ def _table_of(optimizer: SlicedOptimizer, state_dict: dict[str, Any]) -> dict[st
     Raises:
         CheckpointError: It is no optimizer state, or that of other param groups or parameters.
     """
-    fix = "Build the optimizer as it was when the state was saved: the same param groups and parameters."
+    fix = (
+        "Build the optimizer as it was when the state was saved: the same param groups and parameters, those "
+        "added later (add_param_group) included."
+    )
     try:
         groups, state = state_dict["param_groups"], state_dict["state"]
         saved = [len(group["params"]) for group in groups]

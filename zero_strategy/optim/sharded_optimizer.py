@@ -11,7 +11,7 @@ Invariant: no method but `step` assigns to `self`. Lightning's wrapper runs them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.bucket import Bucket
+from zero_strategy.bucketing import check_trainable
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.ledger import MemoryUse
 from zero_strategy.errors import ConfigError
@@ -39,6 +40,7 @@ class StepSettings:
         before_step: Called when a step begins; lets go of whole parameters that are about to be outdated.
         after_step: Called when it has ended and the parameters agree.
         is_claimed: Whether an optimizer of the engine holds a parameter already.
+        make_trainable: Gives parameters that were frozen so far a place for gradients; collective.
         is_syncing: Whether an accumulation window ends here; inside `no_sync` there is nothing to clip yet.
         gradient_clipping: Norm to clip at in `step()` if nobody has clipped since the last one; 0 for none.
         sub_group_numel: Master elements stepped at a time; bounds the fp32 copies of 16-bit gradients.
@@ -47,6 +49,7 @@ class StepSettings:
     before_step: Callable[[], None]
     is_syncing: Callable[[], bool]
     is_claimed: Callable[[nn.Parameter], bool]
+    make_trainable: Callable[[Sequence[nn.Parameter]], None]
     after_step: Callable[[], None]
     gradient_clipping: float = 0.0
     sub_group_numel: int = 25_000_000
@@ -64,13 +67,13 @@ class _Run:
     is_stepping: bool = False
     clip_coefficient: float = 1.0
     step_was_skipped: bool = False
-    slices: dict[nn.Parameter, list[tuple[ShardSlice, Tensor]]] = field(default_factory=dict)
 
 
 class ShardedOptimizer(Optimizer):
     """A `torch.optim.Optimizer` that updates what this rank owns and makes the parameters agree.
 
-    Shares `param_groups`, `state` and `defaults` with the user's optimizer; `state` is keyed by slices.
+    Shares `param_groups`, `state` and `defaults` with the user's optimizer; `state` is keyed by slices. The
+    list of groups may be replaced, as Lightning's finetuning callbacks do when they resume.
     """
 
     def __init__(
@@ -92,7 +95,9 @@ class ShardedOptimizer(Optimizer):
         """
         self._inner = inner
         self._run = _Run(collectives, settings, places, masters)
-        super().__init__(inner.param_groups, inner.defaults)
+        groups = inner.param_groups
+        super().__init__(groups, inner.defaults)
+        inner.param_groups = groups  # the very list that others may hold, which torch has begun anew
         self.state = inner.state
         self.defaults = inner.defaults
         self._slice_state()
@@ -162,7 +167,7 @@ class ShardedOptimizer(Optimizer):
     def _give_grads(self, param: nn.Parameter) -> Iterator[Tensor]:
         """Yield this rank's slices of a parameter, each with its reduced gradient as its `.grad`."""
         bucket = self._run.places[param].bucket
-        for piece, weight in self._run.slices.get(param, ()):
+        for piece, weight in self.slices_of(param):
             grad = bucket.grad_slice(piece)
             weight.grad = None if grad is None else grad.to(weight.dtype).view_as(weight)
             yield weight
@@ -246,22 +251,40 @@ class ShardedOptimizer(Optimizer):
 
     def slice_states(self) -> Iterator[SliceState]:
         """Yield this rank's state, slice by slice."""
-        for param, slices in self._run.slices.items():
-            place = self._run.places[param]
-            fqn = place.fqn
-            for piece, weight in slices:
+        for param in self.params():
+            fqn = self._run.places[param].fqn
+            for piece, weight in self.slices_of(param):
                 for key, value in self.state.get(weight, {}).items():
                     yield SliceState(fqn, piece, key, value)
 
     def slices_of(self, param: nn.Parameter) -> list[tuple[ShardSlice, Tensor]]:
         """Return this rank's slices of a parameter, each with its master weights."""
-        return self._run.slices.get(param, [])
+        bucket, index = self._run.places[param]
+        return self._run.masters.of(bucket).slices_of(index)
 
     def place_of(self, param: nn.Parameter) -> Place:
         """Return where one of the optimizer's parameters lies."""
         return self._run.places[param]
 
     # -- queries --
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The param groups, those of the user's optimizer; may be replaced by others. Collective then.
+
+        Frozen parameters in the new groups get a place for gradients and state as well: groups are replaced
+        to resume, and those parameters were trained when they were saved.
+        """
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        params = [param for group in groups for param in group["params"]]
+        if params:
+            error = check_params(params, self._run.places, self._is_claimed_elsewhere, may_be_frozen=True)
+            self._run.collectives.agree(error)
+            self._take(params)
+        self._inner.param_groups = groups
 
     @property
     def clip_coefficient(self) -> float:
@@ -311,25 +334,24 @@ class ShardedOptimizer(Optimizer):
         error = check_params(param_group["params"], self._run.places, self._run.settings.is_claimed)
         self._run.collectives.agree(error)
         super().add_param_group(param_group)
-        if not any(group is param_group for group in self._inner.param_groups):
-            self._inner.param_groups.append(param_group)
-        for param in param_group["params"]:
-            place = self._run.places[param]
-            self._run.slices[param] = [
-                (piece, weight)
-                for piece, weight in zip(
-                    place.bucket.slices, self._run.masters.of(place.bucket).slices, strict=True
-                )
-                if piece.param_index == place.param_index
-            ]
+        self._take(param_group["params"])
 
     # -- helpers --
+
+    def _take(self, params: Sequence[nn.Parameter]) -> None:
+        """Make sure that parameters of this optimizer have a place for gradients, and masters."""
+        self._run.settings.make_trainable(params)
+        for param in params:
+            self._run.masters.of(self._run.places[param].bucket)
+
+    def _is_claimed_elsewhere(self, param: nn.Parameter) -> bool:
+        return self._run.settings.is_claimed(param) and not any(param is own for own in self.params())
 
     def _slice_state(self) -> None:
         """Cut state that the optimizer has already (it was stepped before it was sharded) into slices."""
         for param in self.params():
             whole = self.state.pop(param, None)
-            for piece, weight in self._run.slices[param] if whole else []:
+            for piece, weight in self.slices_of(param) if whole else []:
                 self.state[weight] = {
                     key: full_state.cut(value, param.numel(), piece, like=weight)
                     for key, value in whole.items()
@@ -344,7 +366,7 @@ class ShardedOptimizer(Optimizer):
 
     def _grads(self) -> Iterator[Tensor]:
         for param in self.params():
-            for piece, _ in self._run.slices[param]:
+            for piece, _ in self.slices_of(param):
                 grad = self._run.places[param].bucket.grad_slice(piece)
                 if grad is not None:
                     yield grad
@@ -370,6 +392,8 @@ def check_params(
     params: Iterable[nn.Parameter],
     places: dict[nn.Parameter, Place],
     is_claimed: Callable[[nn.Parameter], bool],
+    *,
+    may_be_frozen: bool = False,
 ) -> ConfigError | None:
     """Return why parameters cannot be optimized by this engine, or None."""
     for position, param in enumerate(params):
@@ -388,11 +412,16 @@ def check_params(
                 why="Two optimizers would update the same master weights.",
                 fix="Give each parameter to one optimizer, and call shard_optimizer once for each.",
             )
-        if not place.bucket.trainable:
+        if place.bucket.trainable:
+            continue
+        if not (param.requires_grad or may_be_frozen):
             return ConfigError(
                 what=f"The optimizer holds the frozen parameter {place.fqn!r}.",
-                why="It did not require a gradient when the model was sharded, so it has no place for one.",
-                fix="Give the optimizer only parameters with requires_grad=True, or set it before building "
-                "the engine.",
+                why="Masters and gradients of a parameter that is not trained would be memory for nothing.",
+                fix="Give the optimizer only parameters with requires_grad=True. To train this one later: "
+                "param.requires_grad_(True), then optimizer.add_param_group({'params': [param]}).",
             )
+        error = check_trainable(place.fqn, param)
+        if error is not None:
+            return error
     return None
