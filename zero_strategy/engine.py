@@ -84,7 +84,7 @@ class ZeroEngine:
         self.ledger = Ledger()
         self._collectives = Collectives(topology, self.ledger)
         self._collectives.agree(
-            check_not_sharded(model) or check_model(model) or check_first_values(model, param_init_fn)
+            check_not_sharded(model) or check_model(model) or check_first_values(model, param_init_fn, device)
         )
         self.config = agreed_config(config, self._collectives)
         self._collectives.require_same(describe_model(model), "The model")

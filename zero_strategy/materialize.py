@@ -46,24 +46,24 @@ def shard_device(model: nn.Module, device: torch.device | str | None) -> torch.d
 
     Args:
         model: The model.
-        device: What the user asks for; None for where the parameters are that are somewhere.
-
-    Raises:
-        ConfigError: The user asks for meta.
+        device: What the user asks for; None for where the parameters are that are somewhere. So for meta,
+            which `check_first_values` refuses.
     """
-    if device is None:
-        return next((param.device for param in model.parameters() if not param.is_meta), usual_device())
-    if torch.device(device).type == "meta":
-        raise ConfigError(
+    if device is not None and torch.device(device).type != "meta":
+        return torch.device(device)
+    return next((param.device for param in model.parameters() if not param.is_meta), usual_device())
+
+
+def check_first_values(
+    model: nn.Module, param_init_fn: InitFn | None, device: torch.device | str | None
+) -> ConfigError | None:
+    """Return why what is on meta cannot be filled, or None."""
+    if device is not None and torch.device(device).type == "meta":
+        return ConfigError(
             what="device='meta' was asked for.",
             why="Shards hold values, and a meta tensor has none.",
             fix="Leave the model on meta and name the device to train on, such as device='cpu'.",
         )
-    return torch.device(device)
-
-
-def check_first_values(model: nn.Module, param_init_fn: InitFn | None) -> ConfigError | None:
-    """Return why what is on meta cannot be filled, or None."""
     if param_init_fn is not None and not callable(param_init_fn):
         return ConfigError(
             what=f"param_init_fn is a {type(param_init_fn).__name__}, which cannot be called.",
@@ -202,7 +202,8 @@ class Adoption:
         """Yield what the submodules of a module have that never was on meta."""
         for inner in module.modules():
             if inner is not module:
-                yield from (tensor for tensor in _own(inner).values() if id(tensor) not in self._meta)
+                known = [tensor for tensor in _own(inner).values() if not tensor.is_inference()]
+                yield from (tensor for tensor in known if id(tensor) not in self._meta)
 
     def _make_real(self, tensor: Tensor) -> None:
         place = self._places.get(id(tensor))

@@ -118,6 +118,16 @@ def test_a_module_built_on_meta_trains_as_the_plain_one_under_ddp() -> None:
                 outcome = fit(zero(stage), build, max_epochs=1)
                 assert_same_losses(outcome.module, expected.module)
                 assert_same_weights(settled(outcome.weights, expected.weights), expected.weights)
+    with subtest("bf16 parameters"):
+        outcomes = []
+        for empty_init in (False, True):
+            trainer = make_trainer(zero(3), max_epochs=1, precision="bf16-true")
+            module = empty_module(trainer, empty_init)
+            assert module.head.weight.dtype == torch.bfloat16 and module.head.weight.is_meta == empty_init
+            trainer.fit(module, loader(), loader(2))
+            outcomes.append((module, whole_weights(trainer)))
+        assert_same_losses(outcomes[1][0], outcomes[0][0])
+        assert_same_weights(outcomes[1][1], outcomes[0][1])
 
 
 @distributed(world_size=2, timeout=120)
