@@ -260,7 +260,11 @@ def _load_json(folder: Path) -> object:
         raise CheckpointError(
             what=f"The checkpoint {folder} {kind}.",
             why=f"A checkpoint is a folder with a {MANIFEST_NAME} and one safetensors file per rank.",
-            fix="Pass the folder given to save_checkpoint().",
+            fix="Pass the folder given to save_checkpoint(). If it is a single file of Lightning's: that has "
+            "whole weights already; LightningModule.load_from_checkpoint reads it, fit(ckpt_path=...) goes "
+            'on from it, and torch.load(...)["state_dict"] are the weights.'
+            if folder.exists()
+            else "Pass the folder given to save_checkpoint().",
         )
     path = folder / MANIFEST_NAME
     try:

@@ -99,12 +99,12 @@ def load_file(checkpoint_io: Any, path: Any, *, weights_only: bool | None) -> di
         CheckpointError: It is missing, damaged, or holds other classes than torch loads safely.
     """
     is_local = isinstance(path, str | os.PathLike) and os.path.isfile(path)
-    if is_local and type(checkpoint_io).__name__ == "TorchCheckpointIO" and zipfile.is_zipfile(path):
-        return _load(path, f"The file {path}", weights_only)
+    if is_local and type(checkpoint_io).__name__ == "TorchCheckpointIO":
+        return _load(path, f"the file {path}", weights_only)
     try:
         content: dict[str, Any] = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        raise _unsafe(f"The file {path}", [str(error).splitlines()[0]]) from error
+        raise _not_unpickled(path, f"the file {path}", error) from error
     except FileNotFoundError as error:
         raise CheckpointError(
             what=f"The checkpoint {path} does not exist.",
@@ -187,24 +187,14 @@ def _pack(content: dict[str, Any], folder: str) -> Tensor:
 
 
 def _load(source: Any, subject: str, weights_only: bool | None) -> dict[str, Any]:
-    is_path = not isinstance(source, io.BytesIO)
+    safely = True if weights_only is None else weights_only
+    can_map = not isinstance(source, io.BytesIO) and zipfile.is_zipfile(source)
     try:
-        content = torch.load(
-            source,
-            map_location="cpu",
-            mmap=is_path,
-            weights_only=True if weights_only is None else weights_only,
-        )
+        content = torch.load(source, map_location="cpu", mmap=can_map, weights_only=safely)
     except pickle.UnpicklingError as error:
-        if not is_path:
-            source.seek(0)
-        raise _unsafe(subject, torch.serialization.get_unsafe_globals_in_checkpoint(source)) from error
-    except (RuntimeError, EOFError) as error:
-        raise CheckpointError(
-            what=f"{subject[:1].upper()}{subject[1:]} cannot be read: {str(error).splitlines()[0]}",
-            why="It is damaged, or no checkpoint.",
-            fix="Use another copy, or an earlier checkpoint.",
-        ) from error
+        raise _not_unpickled(source, subject, error) from error
+    except (RuntimeError, EOFError, KeyError) as error:
+        raise _unreadable(subject, error) from error
     if not isinstance(content, dict):
         raise CheckpointError(
             what=f"{subject[:1].upper()}{subject[1:]} is a {type(content).__name__}.",
@@ -214,10 +204,24 @@ def _load(source: Any, subject: str, weights_only: bool | None) -> dict[str, Any
     return content
 
 
-def _unsafe(subject: str, classes: list[str]) -> CheckpointError:
+def _not_unpickled(source: Any, subject: str, error: Exception) -> CheckpointError:
+    if not zipfile.is_zipfile(source):
+        return _unreadable(subject, error)
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    classes = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     return CheckpointError(
         what=f"{subject[:1].upper()}{subject[1:]} holds objects of {', '.join(sorted(classes))}.",
         why="Unpickling other classes than tensors and plain values can run code, so it needs your word.",
         fix="If you trust it, pass weights_only=False (fit, validate, test and predict take it), or name the "
         "classes in torch.serialization.add_safe_globals.",
+    )
+
+
+def _unreadable(subject: str, error: Exception) -> CheckpointError:
+    said = str(error).partition("\n")[0].partition(". ")[0]
+    return CheckpointError(
+        what=f"{subject[:1].upper()}{subject[1:]} cannot be read: {type(error).__name__}: {said}",
+        why="It is damaged, or no checkpoint.",
+        fix="Use another copy, or an earlier checkpoint.",
     )
