@@ -51,7 +51,7 @@ def shard_device(model: nn.Module, device: torch.device | str | None) -> torch.d
     """
     if device is not None and torch.device(device).type != "meta":
         return torch.device(device)
-    return next((param.device for param in model.parameters() if not param.is_meta), usual_device())
+    return next((param.device for param in model.parameters() if not param.is_meta), None) or usual_device()
 
 
 def check_first_values(

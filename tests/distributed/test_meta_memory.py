@@ -36,6 +36,7 @@ class Construction:
         self.engine = zs.ZeroEngine.__new__(zs.ZeroEngine)  # so that there is a ledger to look at
         self.watch = Watch(model)
         self.before: Alive = {}
+        self.is_over = False
         self.most_unsharded = self.most_uncounted = 0
         self.watch.tracker.listen(self._look)
 
@@ -43,10 +44,11 @@ class Construction:
         """Run the constructor, and return what was alive at each look."""
         with self.watch.tracker, self.watch.phase() as history:
             self.engine.__init__(self.watch.model, config)  # type: ignore[misc]
+        self.is_over = True
         return history
 
     def _look(self, alive: Alive) -> None:
-        if hasattr(self.engine, "buckets"):
+        if hasattr(self.engine, "buckets") and not self.is_over:
             held = self.engine.ledger.memory
             self.most_unsharded = max(self.most_unsharded, held["unsharded"])
             counted = sum(nbytes for kind, nbytes in held.items() if kind != "padding")

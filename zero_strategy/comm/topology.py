@@ -97,7 +97,7 @@ def usual_device() -> torch.device:
     """Return where tensors go that are on none yet: the CPU, or this rank's GPU in a group for GPUs only."""
     if dist.is_available() and dist.is_initialized():
         kinds = [part.rpartition(":")[0] for part in str(dist.get_backend_config()).split(",")]
-        if not {"", "cpu"} & set(kinds):
+        if not {"", "cpu"} & set(kinds) and torch.accelerator.is_available():
             return torch.device(kinds[0], torch.accelerator.current_device_index())
     return torch.device("cpu")
 

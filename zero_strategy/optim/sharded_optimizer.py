@@ -314,10 +314,11 @@ class ShardedOptimizer(Optimizer):
     def memory(self) -> MemoryUse:
         """Return the bytes of the optimizer's state; step counters and the like apart, as `scalars`."""
         use = MemoryUse()
-        for entry in self.slice_states():
-            if isinstance(entry.value, Tensor):
-                nbytes = entry.value.numel() * entry.value.element_size()
-                if entry.value.dim():
+        # By the state alone: within a step the param groups hold slices.
+        for value in (value for state in self.state.values() for value in state.values()):
+            if isinstance(value, Tensor):
+                nbytes = value.numel() * value.element_size()
+                if value.dim():
                     use.optimizer += nbytes
                 else:
                     use.scalars += nbytes
