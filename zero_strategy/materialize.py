@@ -34,6 +34,7 @@ from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.topology import usual_device
 from zero_strategy.compat import attention_reset, give_memory
 from zero_strategy.errors import ConfigError
+from zero_strategy.log import log_event
 
 InitFn = Callable[[nn.Module], object]
 
@@ -145,6 +146,11 @@ class Adoption:
             if number == len(self._modules) or not all(self._waits.values()):
                 collectives.agree(error)
             yield from self._adopt_ready()
+        if self._modules and (left := _left_on_meta(self._model)):
+            log_event(
+                f"Still on the meta device, because neither parameters nor buffers: {_first_five(left)}. To "
+                "compute with them, register them as buffers, or assign them in reset_parameters()."
+            )
 
     def _adopt_ready(self) -> Iterator[tuple[Bucket, Tensor]]:
         for bucket in [bucket for bucket, waiting in self._waits.items() if not waiting]:
@@ -259,6 +265,16 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers that a module itself holds, by attribute."""
     pairs = [*module._parameters.items(), *module._buffers.items()]
     return {key: tensor for key, tensor in pairs if tensor is not None}
+
+
+def _left_on_meta(model: nn.Module) -> list[str]:
+    """Return the names of plain tensor attributes without values; nobody can tell whether they are used."""
+    return [
+        f"'{name}.{key}'" if name else repr(key)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and value.is_meta
+    ]
 
 
 def _fill_of(module: nn.Module, param_init_fn: InitFn | None) -> Callable[[], object] | None:

@@ -7,6 +7,7 @@ random numbers are drawn in the same order. Every rank has a seed of its own, so
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,33 @@ def test_an_engine_built_inside_a_meta_device_context_has_real_shards() -> None:
         seeded(rank())
         engine = ZeroEngine(model, zs.ZeroConfig(stage=3, **SMALL))
     assert_values(engine, expected)
+
+
+@distributed(world_size=2)
+def test_a_plain_attribute_follows_its_buffer_or_is_named_in_the_log() -> None:
+    class Aliased(nn.Linear):
+        def __init__(self) -> None:
+            self.ready = False
+            super().__init__(3, 3)
+            self.register_buffer("angle", torch.empty(3))
+            self.alias, self.lost = self.angle, torch.empty(2)
+            self.ready = True
+
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            if self.ready:
+                self.angle.fill_(2)
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_strategy").addHandler(handler)
+    logging.getLogger("zero_strategy").setLevel(logging.DEBUG)
+    engine = grow({"stage": 3, **SMALL}, lambda: nn.Sequential(Aliased()))
+    layer = engine.model[0]
+    assert layer.alias is layer.angle and layer.alias.tolist() == [2, 2, 2]
+    named = [line for line in lines if "Still on the meta device" in line]
+    assert len(named) == 1 and "'0.lost'." in named[0] and "alias" not in named[0]
 
 
 # -- what has values keeps them --
