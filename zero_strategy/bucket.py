@@ -302,6 +302,12 @@ class Bucket:
             if self.grad_shard is not None and piece.param_index in indices:
                 self.grad_shard[piece.shard_start : piece.shard_start + piece.numel].zero_()
 
+    def multiply_grads(self, factor: float) -> None:
+        """Multiply what gradients there are, reduced and stashed: the loss scale has changed under them."""
+        for grads in (self.full_grad, self.grad_shard):
+            if grads is not None:
+                grads.mul_(factor)
+
     def grad_slice(self, piece: ShardSlice) -> Tensor | None:
         """Return a slice's reduced gradient, [slice.numel] grad_dtype; None if no rank used the parameter."""
         if self.grad_shard is None or not self.has_grad[piece.param_index]:

@@ -90,6 +90,11 @@ class BucketSet:
         """Return each bucket with its plan."""
         return [(bucket, self._plans[bucket]) for bucket in self.buckets]
 
+    def trains_fp16(self) -> bool:
+        """Tell whether gradients are in fp16, or would be because the config asks for it."""
+        has_any = any(b.trainable and b.flat.dtype == torch.float16 for b in self.buckets)
+        return has_any or self._config.fp16.enabled
+
     # -- helpers --
 
     def _build(self, plan: BucketPlan) -> Bucket:

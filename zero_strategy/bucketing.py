@@ -188,17 +188,6 @@ def check_model(model: nn.Module) -> ConfigError | None:
     return _check_parameters(model)
 
 
-def check_trainable(fqn: str, param: nn.Parameter) -> ConfigError | None:
-    """Return why a parameter cannot be trained, or None."""
-    if param.dtype != torch.float16:
-        return None
-    return ConfigError(
-        what=f"Parameter {fqn!r} is trainable in float16.",
-        why="Training in fp16 needs loss scaling, which is not built yet: small gradients would vanish.",
-        fix="Use bf16 (model.bfloat16(), or bf16={'enabled': True} over an fp32 model), or freeze it.",
-    )
-
-
 def describe_model(model: nn.Module) -> list[str]:
     """Return a line for everything that ranks must agree on: parameters and buffers, not their values."""
     params = [
@@ -264,9 +253,6 @@ def _plans_of(
 def _check_parameters(model: nn.Module) -> ConfigError | None:
     spans: list[tuple[int, int, int, str]] = []  # storage, first and last byte in it, name
     for fqn, param in model.named_parameters():
-        error = check_trainable(fqn, param) if param.requires_grad else None
-        if error is not None:
-            return error
         if param.is_complex():
             return ConfigError(
                 what=f"Parameter {fqn!r} is complex ({param.dtype}).",
@@ -342,7 +328,9 @@ def _is_leaf(module: nn.Module, fqn: str, config: ZeroConfig) -> bool:
 
 
 def _dtype_once_sharded(dtype: torch.dtype, config: ZeroConfig) -> torch.dtype:
-    return torch.bfloat16 if config.bf16.enabled and dtype == torch.float32 else dtype
+    if dtype != torch.float32:
+        return dtype
+    return torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else dtype
 
 
 def _users(

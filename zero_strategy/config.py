@@ -71,6 +71,9 @@ def _grad_accum_dtype(value: object) -> object:
 Count = Annotated[int, BeforeValidator(_integral), Field(ge=1)]
 CountOrZero = Annotated[int, BeforeValidator(_integral), Field(ge=0)]
 Norm = Annotated[float, BeforeValidator(_real), Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, BeforeValidator(_real), Field(gt=0, allow_inf_nan=False)]
+# 2 ** 127 is the largest power of two in fp32, in which losses are scaled.
+ScalePower = Annotated[int, BeforeValidator(_integral), Field(ge=0, le=127)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 GradAccumDtype = Annotated[Literal["parameters", "fp32"], BeforeValidator(_grad_accum_dtype)]
@@ -128,10 +131,22 @@ class Bf16(_Block):
 
 
 class Fp16(_Block):
-    """The block `fp16`."""
+    """The block `fp16`: the other keys count wherever trained parameters are in fp16. See `loss_scaler`."""
 
     enabled: StrictBool = False
-    """Only false: loss scaling is not built yet."""
+    """Parameters are cast to fp16; the optimizer updates fp32 masters, and losses are scaled."""
+    loss_scale: Norm = 0.0
+    """What losses are multiplied by, for good; 0: it is found out and kept up to date (dynamic)."""
+    initial_scale_power: ScalePower = 16
+    """The dynamic scale begins at 2 to the power of this. Default as in DeepSpeed, like all in this block."""
+    loss_scale_window: Count = 1000
+    """Good steps in a row after which the dynamic scale is doubled."""
+    hysteresis: Count = 2
+    """Overflows until the dynamic scale is halved; it is halved by each one from then on."""
+    consecutive_hysteresis: StrictBool = False
+    """Any good step restores the hysteresis; else only a doubling does."""
+    min_loss_scale: Positive = 1.0
+    """The dynamic scale does not go below; an overflow there is an error."""
 
 
 class DataTypes(_Block):
@@ -271,6 +286,8 @@ class ZeroConfig(_Block):
             super().__init__(**nest(values))
         except ValidationError as error:
             faults += [_fault_of(item["loc"], item["msg"], checked.honoured) for item in error.errors()]
+        else:
+            faults += _contradictions(self, checked.honoured)
         if faults:
             raise error_of(faults)
         notices = (*checked.notices, *self._keys_without_effect(values))
@@ -283,7 +300,15 @@ class ZeroConfig(_Block):
         values = self._values()
         changed = [dotted for dotted in written if values[dotted] != DEFAULTS[dotted]]
         idle = [dotted for dotted in changed if self.stage not in STAGES_OF_KEY.get(dotted, (0, 1, 2, 3))]
-        return [f"{dotted} = {values[dotted]!r} has no effect at stage {self.stage}." for dotted in idle]
+        notices = [f"{dotted} = {values[dotted]!r} has no effect at stage {self.stage}." for dotted in idle]
+        if self.fp16.loss_scale:
+            notices += [
+                f"{dotted} = {values[dotted]!r} has no effect: fp16.loss_scale = {self.fp16.loss_scale:g} is "
+                f"fixed."
+                for dotted in changed
+                if dotted in DYNAMIC_SCALE_KEYS
+            ]
+        return notices
 
     # -- queries --
 
@@ -363,7 +388,38 @@ def _field_defaults(model: type[BaseModel], prefix: str = "") -> dict[str, objec
 
 DEFAULTS = _field_defaults(ZeroConfig)  # dotted honoured key -> default, as `_values` spells it
 FIELD_KEYS = frozenset(DEFAULTS)
+DYNAMIC_SCALE_KEYS = frozenset(f"fp16.{name}" for name in Fp16.model_fields) - {
+    "fp16.enabled",
+    "fp16.loss_scale",
+}
 KNOWN_KEYS = FIELD_KEYS | KEY_RULES.keys()
+
+
+def _contradictions(config: ZeroConfig, settings: Settings) -> list[Fault]:
+    """Return what two keys that are valid each say against one another."""
+    fp16, faults = config.fp16, []
+    if fp16.enabled and config.bf16.enabled:
+        said = " and ".join(
+            f"{key} = true (from {settings[key].origin})" for key in ("fp16.enabled", "bf16.enabled")
+        )
+        faults.append(
+            Fault(
+                f"The config asks for two precisions: {said}.",
+                "A parameter is stored in one of them.",
+                "Set one to false, or leave it out. bf16 needs no loss scale; fp16 has three more bits.",
+            )
+        )
+    first = 2.0**fp16.initial_scale_power
+    if not fp16.loss_scale and first < fp16.min_loss_scale:
+        faults.append(
+            Fault(
+                f"fp16.min_loss_scale = {fp16.min_loss_scale:g} is above the first scale, 2 ** "
+                f"{fp16.initial_scale_power} = {first:g}.",
+                "The dynamic scale begins at 2 ** fp16.initial_scale_power and never goes below the other.",
+                "Raise fp16.initial_scale_power, or lower fp16.min_loss_scale.",
+            )
+        )
+    return faults
 
 
 def _left_auto_fault(auto_keys: tuple[str, ...]) -> Fault:

@@ -166,15 +166,16 @@ _ZERO_RULES: dict[str, KeyRule] = {
     ),
 }
 
-_FP16_OFF = "nothing: it has no effect while fp16.enabled is false"
 _TOP_RULES: dict[str, KeyRule] = {
-    "fp16.enabled": _later("fp16 with loss scaling", 'Use "bf16": {"enabled": true}, or fp32.'),
-    **{
-        f"fp16.{key}": _replaced(_FP16_OFF)
-        for key in ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-    },
-    **{f"fp16.{key}": _replaced(_FP16_OFF) for key in ("consecutive_hysteresis", "auto_cast", "fused_mode")},
-    "fp16.fp16_master_weights_and_grads": _later("fp16 without fp32 masters"),
+    "fp16.auto_cast": _refused(
+        "The engine does not change what is passed to the model.",
+        "Remove the key, and cast in your script: model(batch.half()). Lightning's precision='16-true' does.",
+    ),
+    "fp16.fp16_master_weights_and_grads": _refused(
+        "An fp16 master would lose every update below 1/2048 of a weight, so masters are in fp32.",
+        "Remove the key, or set it to false.",
+    ),
+    "fp16.fused_mode": _replaced("your optimizer's own fused=True", True),
     "bf16.bf16_master_weights_and_grads": _later("bf16 without fp32 masters"),
     "bf16.bf16_optimizer_states": _later("Optimizer states in bf16"),
     "bf16.check_grad_overflow": _later("A check of bf16 gradients for overflow"),
@@ -250,7 +251,7 @@ AUTO_HINTS: dict[str, str] = {
     "gradient_accumulation_steps": "the number of micro-batches per optimizer step, or leave it out",
     "gradient_clipping": "the largest gradient norm, such as 1.0; 0 is off",
     "bf16.enabled": "true or false",
-    "fp16.enabled": "false",
+    "fp16.enabled": "true or false",
     f"{ZERO_BLOCK}.reduce_bucket_size": "a number of elements, or leave it out (25000000)",
     f"{ZERO_BLOCK}.stage3_prefetch_bucket_size": "a number of elements, or leave it out (50000000)",
     f"{ZERO_BLOCK}.stage3_param_persistence_threshold": "a number of elements, or leave it out (100000)",

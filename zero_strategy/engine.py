@@ -31,6 +31,7 @@ from zero_strategy.errors import ShardingError
 from zero_strategy.intact import check_intact
 from zero_strategy.lifecycle import ParamLifecycle
 from zero_strategy.log import log_once
+from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.materialize import Adoption, InitFn, check_first_values, shard_device
 from zero_strategy.module_buffers import BufferBroadcaster
 from zero_strategy.optim import full_state
@@ -50,6 +51,7 @@ class ZeroEngine:
         config: The resolved config.
         ledger: Bytes held and bytes sent.
         optimizers: What `shard_optimizer` has returned, in order.
+        loss_scaler: Scales losses where trained parameters are in fp16; elsewhere its scale is 1.
         buckets: The buckets, in order of registration.
     """
 
@@ -96,6 +98,7 @@ class ZeroEngine:
         self._masters = Masters()
         self._adopt(Adoption(model, self._bucket_set.planned(), where, param_init_fn))
         self.optimizers: list[ShardedOptimizer] = []
+        self.loss_scaler = LossScaler(self.config.fp16, self._bucket_set.trains_fp16())
 
         zero = self.config.zero_optimization
         self._backward = BackwardPass()
@@ -138,6 +141,7 @@ class ZeroEngine:
         self.ledger.watch(self._optimizer_memory)
         self.ledger.watch(self._collectives.memory)
         self._backward.listen(on_end=self._on_backward_end, on_abort=self.ledger.note_backward)
+        self.loss_scaler.listen(self._multiply_grads)
         self.ledger.report_with(self._report)
         self.ledger.reset()
 
@@ -170,6 +174,7 @@ class ZeroEngine:
             is_claimed=self._is_claimed,
             make_trainable=self._make_trainable,
             after_step=self.ledger.end_step,
+            scaler=self.loss_scaler,
             gradient_clipping=self.config.gradient_clipping,
             sub_group_numel=self.config.zero_optimization.sub_group_size,
         )
@@ -186,7 +191,7 @@ class ZeroEngine:
     # -- runtime --
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute and reduce gradients: `loss.backward()`, with errors explained.
+        """Compute and reduce gradients: `loss.backward()`, of a scaled loss in fp16, with errors explained.
 
         Below stage 3 the loss may depend on no parameter on this rank while it does on others.
 
@@ -199,7 +204,7 @@ class ZeroEngine:
         """
         before = self._backward.num_ended
         try:
-            loss.backward(**kwargs)
+            self.loss_scaler.scale_loss(loss).backward(**kwargs)
         except RuntimeError as error:
             if str(FREED_VERSION) not in str(error):
                 raise
@@ -225,6 +230,8 @@ class ZeroEngine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the whole model."""
         self._backward.check()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         for bucket in self.buckets:
             bucket.clear_grads()
         for param in self.model.parameters():
@@ -245,11 +252,17 @@ class ZeroEngine:
 
     def _on_backward_end(self) -> None:
         self.ledger.note_backward()
+        if self._reducer.took_grads:
+            self.loss_scaler.require_scaled()
         if not self.optimizers and self._backward.num_ended == 1:
             log_once(
                 "Gradients have been reduced in two backwards, and the engine has no optimizer. To train: "
                 "optimizer = engine.shard_optimizer(optimizer), and step what it returns."
             )
+
+    def _multiply_grads(self, factor: float) -> None:
+        for bucket in self.buckets:
+            bucket.multiply_grads(factor)
 
     def _begin_call(self, name: str) -> None:
         """Find out whether all ranks make the same call, before their gathers are mixed up."""
@@ -287,6 +300,7 @@ class ZeroEngine:
 
         Returns:
             A copy of the parameter's shape, or None if no rank has used it since the gradients were cleared.
+            In fp32 where losses are scaled, since fp16 may not hold it once the scale is taken out.
 
         Raises:
             ShardingError: It is not one of the model's parameters.
@@ -302,7 +316,11 @@ class ZeroEngine:
         self._begin_call("full_grad")
         if bucket.grad_shard is None or not bucket.has_grad[index]:
             return None
-        return bucket.views(bucket.gather_shards(bucket.grad_shard))[index].clone()
+        grad = bucket.views(bucket.gather_shards(bucket.grad_shard))[index].clone()
+        if not self.loss_scaler.is_active:
+            return grad
+        owner = next((o for o in self.optimizers if any(param is held for held in o.params())), None)
+        return grad.float() * (1 / self.loss_scaler.scale if owner is None else owner.grad_factor)
 
     def full_state_dict(
         self, dtype: torch.dtype | None = None, trainable_only: bool = False
@@ -395,6 +413,7 @@ class ZeroEngine:
             buckets=self.buckets,
             masters=self._masters,
             optimizers=optimizers,
+            loss_scaler=self.loss_scaler,
             collectives=self._collectives,
             stage=self.config.stage,
             reshard_idle=self._lifecycle.reshard_idle,
@@ -440,6 +459,8 @@ class ZeroEngine:
         self._backward.check()
         self._lifecycle.reshard_idle()
         self._bucket_set.make_trainable(params)
+        if self._bucket_set.trains_fp16():
+            self.loss_scaler.activate()
 
     def _bucket_memory(self) -> MemoryUse:
         use = MemoryUse()

@@ -71,6 +71,7 @@ class GradReducer:
 
     Attributes:
         is_syncing: False inside `no_sync`.
+        took_grads: Whether the last backward has delivered a gradient on this rank.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class GradReducer:
                 between ranks.
         """
         self.is_syncing = True
+        self.took_grads = False
         self._buckets: list[Bucket] = []  # those that are trainable; a position in this list never changes
         self._frozen: list[Bucket] = []
         self._collectives = collectives
@@ -213,6 +215,7 @@ class GradReducer:
             handle.wait()
 
     def _on_backward_end(self) -> None:
+        self.took_grads = any(any(fired) for fired in self._progress.fired)
         if self._reduces_now():
             for position in self._order:
                 if not self._progress.is_reduced[position]:

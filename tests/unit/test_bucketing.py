@@ -248,13 +248,15 @@ def test_small_parameters_stay_whole_below_the_threshold() -> None:
     )
 
 
-def test_bf16_mode_changes_the_dtype_of_fp32_parameters_only() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2).half())
-    plans = plan_buckets(model, config(1, bf16={"enabled": True}))
+@pytest.mark.parametrize(("mode", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_16_bit_mode_changes_the_dtype_of_fp32_parameters_only(mode: str, dtype: torch.dtype) -> None:
+    other = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}[dtype]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2).to(other))
+    plans = plan_buckets(model, config(1, **{mode: {"enabled": True}}))
     assert {plan.fqns[0]: plan.dtype for plan in plans} == {
-        "0.weight": torch.bfloat16,
+        "0.weight": dtype,
         "1.weight": torch.float64,
-        "2.weight": torch.float16,
+        "2.weight": other,
     }
 
 

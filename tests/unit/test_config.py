@@ -194,8 +194,6 @@ def test_no_known_key_is_ignored_in_silence(dotted: str) -> None:
 def test_every_honoured_key_is_set_by_its_name(dotted: str) -> None:
     other = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 0.5, list: lambda v: ["A"]}
     default = DEFAULTS[dotted]
-    if dotted == "fp16.enabled":  # refused when on; tested with the refusals
-        return
     value = "fp32" if isinstance(default, str) else other[type(default)](default)
     config = ZeroConfig.load({dotted: value})
     block = config.to_dict()
@@ -217,8 +215,14 @@ def test_replaced_key_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_keys_replaced_by_the_same_thing_share_a_line() -> None:
-    (notice,) = ZeroConfig.load({"fp16": {"enabled": False, "loss_scale": 0, "hysteresis": 2}}).notices
-    assert "fp16.loss_scale" in notice and "fp16.hysteresis" in notice
+    (notice,) = ZeroConfig.load({"tensorboard": {"enabled": True}, "wandb": {"enabled": True}}).notices
+    assert "tensorboard" in notice and "wandb" in notice
+
+
+def test_keys_of_a_dynamic_scale_have_no_effect_beside_a_fixed_one_and_loading_says_so() -> None:
+    (notice,) = ZeroConfig.load({"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 3}}).notices
+    assert "fp16.hysteresis = 3 has no effect" in notice and "fp16.loss_scale = 128" in notice
+    assert not ZeroConfig.load({"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 3}}).notices
 
 
 @pytest.mark.parametrize(
@@ -326,10 +330,26 @@ def test_offload_is_refused_until_it_is_built(key: str, value: object) -> None:
     assert f"zero_optimization.{key}" in error.what and "never ignored" in error.why
 
 
-@pytest.mark.parametrize("value", [True, {"enabled": True}])
-def test_fp16_is_refused_with_bf16_as_the_way_out(value: object) -> None:
-    error = refusal(fp16=value)
-    assert "fp16.enabled" in error.what and "loss scaling" in error.why and "bf16" in error.fix
+def test_two_precisions_are_refused_in_one_message_with_both_sources(tmp_path: Path) -> None:
+    """Case B108."""
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"fp16": {"enabled": true}}')
+    assert ZeroConfig.load(path).fp16.enabled and not ZeroConfig.load(path).bf16.enabled
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig.load(path, bf16=True)
+    assert f"fp16.enabled = true (from {path})" in caught.value.what
+    assert "bf16.enabled = true (from keyword)" in caught.value.what
+    with pytest.raises(ConfigError, match="two precisions"):
+        ZeroConfig.load(HF_STAGE_3).resolve(2, auto=HF_VALUES | {"fp16.enabled": True})
+
+
+def test_what_fp16_cannot_do_is_refused_by_reason() -> None:
+    assert "does not change what is passed" in refusal(fp16={"enabled": True, "auto_cast": True}).why
+    error = refusal(fp16={"enabled": True, "fp16_master_weights_and_grads": True})
+    assert "1/2048" in error.why
+    error = refusal(fp16={"enabled": True, "initial_scale_power": 3, "min_loss_scale": 16})
+    assert "fp16.min_loss_scale = 16" in error.what and "2 ** 3 = 8" in error.what
+    assert "fp16.loss_scale = -1" in refusal(fp16={"enabled": True, "loss_scale": -1}).what
 
 
 def test_all_faults_are_reported_in_one_error() -> None:
@@ -457,8 +477,8 @@ def test_auto_is_refused_where_no_front_end_resolves_it() -> None:
 
 
 def test_value_from_a_front_end_is_checked_like_any_other() -> None:
-    with pytest.raises(ConfigError, match=r"fp16\.enabled = True \(from front end\) is refused"):
-        ZeroConfig.load(HF_STAGE_3).resolve(2, auto=HF_VALUES | {"fp16.enabled": True})
+    with pytest.raises(ConfigError, match=r"fp16\.enabled = 7 \(from front end\) is not valid"):
+        ZeroConfig.load(HF_STAGE_3).resolve(2, auto=HF_VALUES | {"fp16.enabled": 7})
 
 
 def test_resolved_config_holds_no_none_and_no_auto() -> None:

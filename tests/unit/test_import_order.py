@@ -19,12 +19,13 @@ ROOT = Path(__file__).resolve().parents[2] / PACKAGE
 
 # A module imports only from entries before its own. A folder stands for its modules without an entry.
 ORDER = [
-    "errors", "log", "compat", "tensors", "config_keys", "config_source", "config",
+    "errors", "log", "compat", "tensors", "config_keys", "config_source", "config", "loss_scaler",
     "layout", "bucketing", "estimate",
     "comm.topology", "comm.ledger", "comm.ordered", "comm.collectives",
     "buffers", "placeholder", "bucket", "materialize", "module_buffers", "precision",
     "passes", "lifecycle", "reducer",
-    "optim.places", "optim.elementwise", "optim.clip", "optim.full_state", "optim.sharded_optimizer",
+    "optim.places", "optim.elementwise", "optim.clip", "optim.overflow", "optim.step_gradients",
+    "optim.full_state", "optim.sharded_optimizer",
     "intact", "bucket_set",
     "checkpoint.elements", "checkpoint.safetensors_io", "checkpoint.records", "checkpoint.extra",
     "checkpoint.manifest", "checkpoint.format", "checkpoint.inspection", "checkpoint.hf",

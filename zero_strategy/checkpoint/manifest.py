@@ -77,6 +77,7 @@ class Manifest(Record):
     buffers: dict[str, BufferRecord] = Field(default_factory=dict)
     tensors: dict[str, TensorEntry]
     optimizers: tuple[OptimizerRecord, ...] = ()
+    loss_scaler: dict[str, float | int] | None = None  # its `state_dict`, where losses are scaled
     extra: JsonValue = None  # see `extra.encode_extra`
     hf: HFRecord | None = None
 

@@ -135,7 +135,7 @@ class OpenCheckpoint:
         return result
 
     def load_optimizers(self) -> None:
-        """Take over the optimizers' states and hyper-parameters, matched by name or else by position.
+        """Take over the optimizers' states and hyper-parameters, by name or else by position; the loss scale.
 
         Raises:
             CheckpointError: They are others than those saved.
@@ -145,6 +145,8 @@ class OpenCheckpoint:
         self._verify()
         with torch.no_grad():
             agreed(parts.collectives, lambda: _read_optimizers(parts, self._reader))
+        if self._reader.manifest.loss_scaler is not None:
+            parts.loss_scaler.load_state_dict(self._reader.manifest.loss_scaler)
 
     def extra(self) -> Any:
         """Return the user's extra state."""

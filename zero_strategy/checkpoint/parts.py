@@ -26,6 +26,7 @@ from zero_strategy.checkpoint.full_weights import module_extra_states, names_in
 from zero_strategy.checkpoint.hf import hf_record
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.layout import ShardSlice
+from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.optim import full_state
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.precision import Masters
@@ -40,6 +41,7 @@ class Parts(NamedTuple):
     buckets: Sequence[Bucket]
     masters: Masters
     optimizers: Sequence[ShardedOptimizer]
+    loss_scaler: LossScaler
     collectives: Collectives
     stage: int
     reshard_idle: Callable[[], None]  # to be called after weights have been written
@@ -83,6 +85,7 @@ def manifest_of(parts: Parts, checkpoint_id: str, tables: list[Any], extra: Any)
             _optimizer_record(optimizer, [plain_states[number] for *_, plain_states in tables])
             for number, optimizer in enumerate(parts.optimizers)
         ),
+        loss_scaler=parts.loss_scaler.state_dict() if parts.loss_scaler.is_active else None,
         extra=extra,
         hf=hf_record(parts.model),
     )

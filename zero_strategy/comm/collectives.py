@@ -180,8 +180,12 @@ class Collectives:
             for row, size in zip(gathered, sizes, strict=True)
         ]
 
-    def maximum(self, flags: Tensor) -> None:
+    def maximum(self, flags: Tensor, what: str = "The message at the end of a backward") -> None:
         """Replace a host tensor by its element-wise maximum over all ranks, and wait.
+
+        Args:
+            flags: What this rank says, overwritten by what all say.
+            what: The message's name, for an error.
 
         Shapes:
             flags [n] uint8, on the host
@@ -189,7 +193,7 @@ class Collectives:
         group = self._topology.control_group
         if group is not None:
             self._ledger.record("control", flags.numel())
-            with _waiting_for("The message at the end of a backward"):
+            with _waiting_for(what):
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:

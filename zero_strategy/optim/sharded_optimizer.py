@@ -19,16 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.bucket import Bucket
-from zero_strategy.bucketing import check_trainable
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.ledger import MemoryUse
 from zero_strategy.errors import ConfigError
 from zero_strategy.layout import ShardSlice
-from zero_strategy.log import log_once
+from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.optim import full_state
-from zero_strategy.optim.clip import clip_coefficient, global_norm, require_finite
 from zero_strategy.optim.elementwise import counts_steps_per_tensor
 from zero_strategy.optim.places import Place, SliceState
+from zero_strategy.optim.step_gradients import StepGradients
 from zero_strategy.precision import Masters
 
 
@@ -42,6 +41,7 @@ class StepSettings:
         is_claimed: Whether an optimizer of the engine holds a parameter already.
         make_trainable: Gives parameters that were frozen so far a place for gradients; collective.
         is_syncing: Whether an accumulation window ends here; inside `no_sync` there is nothing to clip yet.
+        scaler: Says what gradients are to be divided by.
         gradient_clipping: Norm to clip at in `step()` if nobody has clipped since the last one; 0 for none.
         sub_group_numel: Master elements stepped at a time; bounds the fp32 copies of 16-bit gradients.
     """
@@ -51,6 +51,7 @@ class StepSettings:
     is_claimed: Callable[[nn.Parameter], bool]
     make_trainable: Callable[[Sequence[nn.Parameter]], None]
     after_step: Callable[[], None]
+    scaler: LossScaler
     gradient_clipping: float = 0.0
     sub_group_numel: int = 25_000_000
 
@@ -63,9 +64,8 @@ class _Run:
     settings: StepSettings
     places: dict[nn.Parameter, Place]
     masters: Masters
-    was_clipped: bool = False
+    grads: StepGradients
     is_stepping: bool = False
-    clip_coefficient: float = 1.0
     step_was_skipped: bool = False
 
 
@@ -94,7 +94,8 @@ class ShardedOptimizer(Optimizer):
             settings: What the engine decides.
         """
         self._inner = inner
-        self._run = _Run(collectives, settings, places, masters)
+        grads = StepGradients(self._params_of, collectives, settings.scaler, is_syncing=settings.is_syncing)
+        self._run = _Run(collectives, settings, places, masters, grads)
         groups = inner.param_groups
         super().__init__(groups, inner.defaults)
         inner.param_groups = groups  # the very list that others may hold, which torch has begun anew
@@ -120,8 +121,16 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         run = self._run
         run.settings.before_step()
-        if run.settings.gradient_clipping and not run.was_clipped:
+        if run.settings.gradient_clipping and not run.grads.was_clipped:
             self.clip_grad_norm_(run.settings.gradient_clipping)
+        run.step_was_skipped = run.grads.must_skip()
+        if not run.step_was_skipped:
+            self._update_all()
+        run.grads.end_step(run.step_was_skipped)
+        run.settings.after_step()
+        return loss
+
+    def _update_all(self) -> None:
         publishing = []
         with torch.no_grad():
             for sub_group in self._sub_groups():
@@ -130,9 +139,6 @@ class ShardedOptimizer(Optimizer):
         for handle in publishing:
             if handle is not None:
                 handle.wait()
-        run.was_clipped = False
-        run.settings.after_step()
-        return loss
 
     def _update(self, buckets: Sequence[Bucket]) -> None:
         """Step the user's optimizer over the slices of a few buckets."""
@@ -166,10 +172,10 @@ class ShardedOptimizer(Optimizer):
 
     def _give_grads(self, param: nn.Parameter) -> Iterator[Tensor]:
         """Yield this rank's slices of a parameter, each with its reduced gradient as its `.grad`."""
-        bucket = self._run.places[param].bucket
+        bucket, factor = self._run.places[param].bucket, self._run.grads.factor
         for piece, weight in self.slices_of(param):
             grad = bucket.grad_slice(piece)
-            weight.grad = None if grad is None else grad.to(weight.dtype).view_as(weight)
+            weight.grad = None if grad is None else _times(grad, factor, weight.dtype).view_as(weight)
             yield weight
 
     def clip_grad_norm_(
@@ -190,34 +196,33 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ShardingError: The norm is not finite, and `error_if_nonfinite`; on all ranks.
         """
-        run = self._run
-        own = (grad for bucket, wanted in self._params_of() for grad in bucket.own_grads(wanted))
-        norm = global_norm(own, float(norm_type), run.collectives)
-        norm = norm.to(self.buckets[0].flat.device) if self.buckets else norm
-        if error_if_nonfinite:
-            require_finite(norm, norm_type)
-        if not self._may_clip():
-            return norm
-        run.clip_coefficient = float(clip_coefficient(norm, float(max_norm)))
-        # A coefficient of NaN must spoil the gradients, as it would in torch; so this asks for "not 1".
-        if run.clip_coefficient != 1.0:
-            for grad in self._grads():
-                grad.mul_(run.clip_coefficient)
-        return norm
+        norm = self._run.grads.clip_norm(
+            float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
+        )
+        return norm.to(self.buckets[0].flat.device) if self.buckets else norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of the averaged gradients to [-clip_value, clip_value]."""
-        if not self._may_clip():
-            return
-        for grad in self._grads():
-            grad.clamp_(-clip_value, clip_value)
+        self._run.grads.clip_value(clip_value)
 
-    def _may_clip(self) -> bool:
-        if not self._run.settings.is_syncing():
-            log_once("Clipping inside no_sync() does nothing: the gradients are still being accumulated.")
-            return False
-        self._run.was_clipped = True
-        return True
+    def unscale_grads(self, inverse_scale: float) -> bool:
+        """Multiply the gradients, and tell whether one is infinite or NaN. Collective.
+
+        For a scaler of another library, which scales losses itself and skips the step, by not calling it, if
+        the answer is yes: torch's `GradScaler` made to work on shards.
+
+        Args:
+            inverse_scale: 1 / the scale.
+
+        Returns:
+            The same on all ranks.
+
+        Raises:
+            ShardingError: The engine scales losses itself.
+        """
+        run = self._run
+        run.step_was_skipped = run.grads.unscale(inverse_scale)
+        return run.step_was_skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this optimizer's parameters.
@@ -227,6 +232,7 @@ class ShardedOptimizer(Optimizer):
         """
         for bucket, wanted in self._params_of():
             bucket.clear_grads(wanted)
+        self._run.grads.forget()
 
     # -- state --
 
@@ -289,12 +295,17 @@ class ShardedOptimizer(Optimizer):
     @property
     def clip_coefficient(self) -> float:
         """What the last clipping by norm multiplied the gradients by; 1.0 if it left them alone."""
-        return self._run.clip_coefficient
+        return self._run.grads.clip_coefficient
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last `step()` was not applied because of an overflow."""
+        """Whether the last `step()` was not applied because of an overflow; then a scheduler should wait."""
         return self._run.step_was_skipped
+
+    @property
+    def grad_factor(self) -> float:
+        """What gradients are yet to be multiplied by: clipping, and the reciprocal of the loss scale."""
+        return self._run.grads.factor
 
     @property
     def user_class(self) -> str:
@@ -365,13 +376,6 @@ class ShardedOptimizer(Optimizer):
             wanted.setdefault(place.bucket, set()).add(place.param_index)
         yield from wanted.items()
 
-    def _grads(self) -> Iterator[Tensor]:
-        for param in self.params():
-            for piece, _ in self.slices_of(param):
-                grad = self._run.places[param].bucket.grad_slice(piece)
-                if grad is not None:
-                    yield grad
-
     def _sub_groups(self) -> Iterator[list[Bucket]]:
         """Yield the buckets to step at a time; all, if the user's optimizer might count or tell its steps."""
         num_hooks = len(self._inner._optimizer_step_pre_hooks) + len(self._inner._optimizer_step_post_hooks)
@@ -387,6 +391,11 @@ class ShardedOptimizer(Optimizer):
             chunk.append(bucket)
             filled_numel += bucket.owned_numel
         yield chunk
+
+
+def _times(grad: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """Return a gradient in a wider dtype, multiplied there; the gradient itself if there is nothing to do."""
+    return grad.to(dtype) if factor == 1.0 else grad.to(dtype, copy=True).mul_(factor)
 
 
 def check_params(
@@ -413,16 +422,11 @@ def check_params(
                 why="Two optimizers would update the same master weights.",
                 fix="Give each parameter to one optimizer, and call shard_optimizer once for each.",
             )
-        if place.bucket.trainable:
-            continue
-        if not (param.requires_grad or may_be_frozen):
+        if not (place.bucket.trainable or param.requires_grad or may_be_frozen):
             return ConfigError(
                 what=f"The optimizer holds the frozen parameter {place.fqn!r}.",
                 why="Masters and gradients of a parameter that is not trained would be memory for nothing.",
                 fix="Give the optimizer only parameters with requires_grad=True. To train this one later: "
                 "param.requires_grad_(True), then optimizer.add_param_group({'params': [param]}).",
             )
-        error = check_trainable(place.fqn, param)
-        if error is not None:
-            return error
     return None

@@ -1,0 +1,149 @@
+"""The reduced gradients of one optimizer, between the backward and the step: clipped, unscaled, checked.
+
+Owned by a sharded optimizer, which hands its slices out. What gradients are multiplied by is applied at once
+where they are plain; scaled fp16 gradients have little room, so there it waits for the step, where one
+multiplication in fp32 does it together with the loss scale. Must not know weights or optimizer state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from zero_strategy.bucket import Bucket
+from zero_strategy.comm.collectives import Collectives
+from zero_strategy.errors import ShardingError
+from zero_strategy.log import log_once
+from zero_strategy.loss_scaler import LossScaler
+from zero_strategy.optim.clip import clip_coefficient, global_norm, require_finite
+from zero_strategy.optim.overflow import any_overflow, floor_error
+
+
+class StepGradients:
+    """What happens to gradients on their way into a step.
+
+    Attributes:
+        was_clipped: Somebody has clipped since the last step.
+        clip_coefficient: What the last clipping by norm multiplied by.
+    """
+
+    def __init__(
+        self,
+        owned: Callable[[], Iterator[tuple[Bucket, set[int]]]],
+        collectives: Collectives,
+        scaler: LossScaler,
+        *,
+        is_syncing: Callable[[], bool],
+    ) -> None:
+        """Begin with nothing pending.
+
+        Args:
+            owned: Yields the optimizer's parameters, as indices by bucket.
+            collectives: For norms and verdicts.
+            scaler: Says what gradients are to be divided by.
+            is_syncing: Whether an accumulation window ends here; inside `no_sync` there is nothing to clip.
+        """
+        self._owned = owned
+        self._collectives = collectives
+        self._scaler = scaler
+        self._is_syncing = is_syncing
+        self._pending_factor = 1.0
+        self._overflowed: bool | None = None  # what a norm has shown, of the gradients of `_measured_losses`
+        self._measured_losses = 0
+        self.was_clipped = False
+        self.clip_coefficient = 1.0
+
+    @property
+    def factor(self) -> float:
+        """What the gradients are yet to be multiplied by: clipping, and the reciprocal of the loss scale."""
+        return self._pending_factor / self._scaler.scale
+
+    # -- runtime --
+
+    def clip_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Bound the global norm; returns the one before, [] fp32. Collective."""
+        norm = global_norm(self._own(), norm_type, self._collectives) * self.factor
+        if error_if_nonfinite:
+            require_finite(norm, norm_type)
+        if not self._may_clip():
+            return norm
+        self._overflowed, self._measured_losses = not math.isfinite(norm), self._scaler.num_losses
+        self.clip_coefficient = float(clip_coefficient(norm, max_norm))
+        # A coefficient of NaN must spoil the gradients, as it would in torch; so this asks for "not 1".
+        if self.clip_coefficient != 1.0:
+            self._multiply(self.clip_coefficient)
+        return norm
+
+    def clip_value(self, clip_value: float) -> None:
+        """Clamp every element."""
+        if not self._may_clip():
+            return
+        for grad in self._all():
+            bound = min(clip_value / self.factor, torch.finfo(grad.dtype).max)
+            grad.clamp_(-bound, bound)
+
+    def unscale(self, inverse_scale: float) -> bool:
+        """Multiply, and tell whether a gradient of any rank is infinite or NaN. Collective."""
+        if self._scaler.is_active:
+            raise ShardingError(
+                what="A gradient scaler was used on top of the engine's own loss scaler.",
+                why="The parameters are in fp16, so engine.backward() scales the loss already.",
+                fix="Use one of them: no GradScaler, or fp32 parameters under autocast.",
+            )
+        self._multiply(inverse_scale)
+        return any_overflow(self._own(), self._collectives)
+
+    def must_skip(self) -> bool:
+        """Tell whether to skip the step; asks the others only if a norm has not done so. Collective."""
+        if not self._scaler.is_active:
+            return False
+        if self._overflowed is not None and self._measured_losses == self._scaler.num_losses:
+            return self._overflowed
+        return any_overflow(self._own(), self._collectives)
+
+    def end_step(self, was_skipped: bool) -> None:
+        """Tell the loss scaler how the step went. Collective if it was skipped.
+
+        Raises:
+            ShardingError: It was, at the smallest scale.
+        """
+        self.forget()
+        if was_skipped and self._scaler.is_at_floor():
+            raise floor_error(self._owned(), self._scaler, self._collectives)
+        self._scaler.update(was_skipped)
+
+    def forget(self) -> None:
+        """Forget what was pending: the gradients have been used, or cleared."""
+        self.was_clipped, self._pending_factor, self._overflowed = False, 1.0, None
+
+    # -- helpers --
+
+    def _may_clip(self) -> bool:
+        if not self._is_syncing():
+            log_once("Clipping inside no_sync() does nothing: the gradients are still being accumulated.")
+            return False
+        self.was_clipped = True
+        return True
+
+    def _multiply(self, factor: float) -> None:
+        if not self._scaler.is_active:
+            for grad in self._all():
+                grad.mul_(factor)
+        elif math.isfinite(factor):  # else the step will be skipped
+            self._pending_factor *= factor
+
+    def _own(self) -> Iterator[Tensor]:
+        """Yield the gradients in this rank's range: every element on one rank only."""
+        for bucket, wanted in self._owned():
+            yield from bucket.own_grads(wanted)
+
+    def _all(self) -> Iterator[Tensor]:
+        """Yield all gradients that this rank updates weights with."""
+        for bucket, wanted in self._owned():
+            for piece in bucket.slices:
+                grad = bucket.grad_slice(piece) if piece.param_index in wanted else None
+                if grad is not None:
+                    yield grad
