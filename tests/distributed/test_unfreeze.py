@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_strategy as zs
@@ -246,16 +246,37 @@ def test_ranks_that_unfreeze_other_parameters_are_refused_together(stage: int) -
     zero.close()
 
 
-@distributed(world_size=2, timeout=30)
-def test_a_float16_parameter_cannot_be_unfrozen() -> None:
-    model = Mlp()
-    model.layers[0].half().requires_grad_(False)
-    engine = zs.ZeroEngine(model, zs.ZeroConfig(stage=2))
-    optimizer = engine.shard_optimizer(sgd(model))
-    model.layers[0].requires_grad_(True)
-    with expect_error(zs.ConfigError, ["layers.0.weight", "float16"]):
-        optimizer.add_param_group({"params": list(model.layers[0].parameters())})
-    engine.close()
+class HalfFrozen(nn.Module):
+    """A frozen fp16 layer below a trained fp32 one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Linear(15, 15).half().requires_grad_(False)
+        self.high = nn.Linear(15, 15)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.high(self.low(x.half()).float())
+
+
+@distributed(world_size=2)
+@grid(stage=STAGES)
+def test_losses_are_scaled_from_when_a_float16_parameter_is_unfrozen(stage: int) -> None:
+    zero = Zero(Recipe(build=lambda _: HalfFrozen(), optimizer=sgd), stage=stage)
+    zero.backward(square_loss(zero.model, 0))
+    assert zero.engine.loss_scaler.scale == 1.0
+    waiting = zero.engine.full_grad(zero.model.high.weight)
+    zero.model.low.requires_grad_(True)
+    zero.optimizer.add_param_group({"params": list(zero.model.low.parameters())})
+    assert zero.engine.loss_scaler.scale == 2.0**16
+    assert torch.equal(zero.engine.full_grad(zero.model.high.weight), waiting)
+    zero.engine.zero_grad()
+    before = zero.weights()
+    zero.backward(square_loss(zero.model, 1))
+    zero.step()
+    after = zero.weights()
+    assert not zero.optimizer.step_was_skipped
+    assert all(not torch.equal(after[name], before[name]) for name in after)
+    zero.close()
 
 
 @distributed(world_size=2)
