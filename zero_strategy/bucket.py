@@ -41,8 +41,8 @@ class ParamState:
     def show(self) -> None:
         """Point the parameters at the flat buffer."""
         for param, view, kind in zip(self.params, self._views, self._classes, strict=True):
+            param.__class__ = kind  # first: a freed class answers for every attribute, at a price
             param.data = view
-            param.__class__ = kind
         if self._versions:
             set_versions(self.params, self._versions)
             self._versions = []

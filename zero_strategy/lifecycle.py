@@ -71,6 +71,7 @@ class ParamLifecycle:
         self._prefetch_numel = prefetch_numel
         self._num_users = dict.fromkeys(self._buckets, 0)
         self._uses_left = dict.fromkeys(self._buckets, 0)  # forwards that a backward has not passed yet
+        self._whole: dict[Bucket, None] = {}  # few of many: what is whole now, in order of its gather
         self._under_way: dict[Bucket, Handle] = {}
         self._plans: dict[bool, list[Bucket]] = {True: [], False: []}
         self._plan: list[Bucket] | None = None
@@ -91,6 +92,7 @@ class ParamLifecycle:
             return
         buckets = [bucket for bucket, _ in new]
         self._unit_of.pop(old)
+        self._whole.pop(old, None)
         num_users, uses_left = self._num_users.pop(old), self._uses_left.pop(old)
         for bucket, plan in new:
             self._unit_of[bucket] = plan.modules[0]
@@ -171,7 +173,7 @@ class ParamLifecycle:
             self._num_users[bucket] -= 1
             stays = bucket.is_root and torch.is_grad_enabled()
             if bucket.is_whole and not (self._num_users[bucket] or stays or in_backward):
-                bucket.reshard()
+                self._reshard(bucket)
 
     @contextmanager
     def all_whole(self) -> Iterator[None]:
@@ -186,14 +188,14 @@ class ParamLifecycle:
             for bucket in self._buckets:
                 self._num_users[bucket] -= 1
                 if bucket.is_whole and not self._num_users[bucket]:
-                    bucket.reshard()
+                    self._reshard(bucket)
 
     def reshard_idle(self) -> None:
         """Reshard every bucket that nobody holds, and let go of what was gathered ahead."""
         self._drop_under_way()
-        for bucket in self._buckets:
-            if bucket.is_whole and not self._num_users[bucket]:
-                bucket.reshard()
+        for bucket in list(self._whole):
+            if not self._num_users[bucket]:
+                self._reshard(bucket)
 
     # -- gathering --
 
@@ -212,18 +214,22 @@ class ParamLifecycle:
     def _gather(self, bucket: Bucket) -> None:
         handle = self._under_way.pop(bucket, None) or bucket.start_unshard()
         bucket.finish_unshard(handle)
+        self._whole[bucket] = None
+
+    def _reshard(self, bucket: Bucket) -> None:
+        del self._whole[bucket]
+        bucket.reshard()
 
     def _make_room(self, wanted: Bucket) -> None:
         """Let go of the units a backward has passed. See [Note: When a bucket may go]."""
-        for bucket in self._buckets:
-            is_needed = (
-                bucket.is_root or self._num_users[bucket] or self._unit_of[bucket] is self._unit_of[wanted]
-            )
-            if bucket.is_whole and not is_needed:
-                self._uses_left[bucket] -= 1
-                if self._uses_left[bucket] <= 0:
-                    self._on_passed(bucket)
-                bucket.reshard()
+        unit = self._unit_of[wanted]
+        for bucket in list(self._whole):
+            if bucket.is_root or self._num_users[bucket] or self._unit_of[bucket] is unit:
+                continue
+            self._uses_left[bucket] -= 1
+            if self._uses_left[bucket] <= 0:
+                self._on_passed(bucket)
+            self._reshard(bucket)
 
     def _follow_plan(self, bucket: Bucket) -> None:
         """Check the plan against what is really needed; a plan that has gone wrong is dropped quietly."""
