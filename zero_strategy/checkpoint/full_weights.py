@@ -68,15 +68,7 @@ def gather(
     for bucket in buckets:
         if trainable_only and not bucket.trainable:
             continue
-        master = None if masters is None else masters.existing(bucket)
-        if master is not None:
-            flat = bucket.gather_shards(master.weights)
-        else:
-            # Not the whole buffer of a sharded bucket, which may hold what a user has written for a look.
-            flat = bucket.gather_shards(bucket.param_shard) if bucket.policy.shard_params else bucket.flat
-        if collectives.rank == 0:
-            for param, view in zip(bucket.params, bucket.views(flat), strict=True):
-                whole[id(param)] = _to_host(view, dtype)
+        whole.update(_gather_bucket(bucket, collectives.rank == 0, masters, dtype))
     if collectives.rank != 0:
         return {}
     state: dict[str, Any] = {}
@@ -179,6 +171,20 @@ def require_names(result: LoadResult, *, so_far: str) -> None:
 
 
 # -- helpers --
+
+
+def _gather_bucket(
+    bucket: Bucket, is_wanted: bool, masters: Masters | None, dtype: torch.dtype | None
+) -> dict[int, Tensor]:
+    """Gather one bucket and let go of it before the next; return copies by the ids of its parameters."""
+    master = None if masters is None else masters.existing(bucket)
+    if master is not None:
+        flat = bucket.gather_shards(master.weights)
+    else:
+        # Not the whole buffer of a sharded bucket, which may hold what a user has written for a look.
+        flat = bucket.gather_shards(bucket.param_shard) if bucket.policy.shard_params else bucket.flat
+    pairs = zip(bucket.params, bucket.views(flat), strict=True)
+    return {id(param): _to_host(view, dtype) for param, view in pairs} if is_wanted else {}
 
 
 def _broadcast_states(states: dict[str, Any], collectives: Collectives) -> dict[str, Any]:

@@ -68,12 +68,10 @@ def gather(optimizer: SlicedOptimizer, collectives: Collectives) -> dict[str, An
     shapes = {fqns[index]: tuple(param.shape) for param, index in ids.items()}
     for bucket in optimizer.buckets:
         for key, dtype in _element_keys(bucket, kinds):
-            whole = bucket.gather_shards(_shard_of_state(optimizer, bucket, key, dtype))
-            if collectives.rank == 0:
-                for spec, view in zip(bucket.layout.params, bucket.views(whole), strict=True):
-                    if kinds.get(spec.fqn, {}).get(key, [None])[0] == "elements" and spec.fqn in by_fqn:
-                        value = view.detach().to("cpu", copy=True).reshape(shapes[spec.fqn])
-                        state[by_fqn[spec.fqn]][key] = value
+            found = _gather_key(optimizer, bucket, key, dtype, is_wanted=collectives.rank == 0)
+            for fqn, value in found.items():
+                if kinds.get(fqn, {}).get(key, [None])[0] == "elements" and fqn in by_fqn:
+                    state[by_fqn[fqn]][key] = value.reshape(shapes[fqn])
     groups = [
         {
             **{key: value for key, value in group.items() if key != "params"},
@@ -244,6 +242,15 @@ def _element_keys(
             if kind[0] == "elements":
                 keys[key] = getattr(torch, kind[1])
     yield from sorted(keys.items())
+
+
+def _gather_key(
+    optimizer: SlicedOptimizer, bucket: Bucket, key: str, dtype: torch.dtype, *, is_wanted: bool
+) -> dict[str, Tensor]:
+    """Gather one state of a bucket and let go of it before the next; return copies on the host by FQN."""
+    whole = bucket.gather_shards(_shard_of_state(optimizer, bucket, key, dtype))
+    pairs = zip(bucket.layout.params, bucket.views(whole), strict=True)
+    return {spec.fqn: view.detach().to("cpu", copy=True) for spec, view in pairs} if is_wanted else {}
 
 
 def _shard_of_state(optimizer: SlicedOptimizer, bucket: Bucket, key: str, dtype: torch.dtype) -> Tensor:
