@@ -193,8 +193,8 @@ class ParamLifecycle:
     def reshard_idle(self) -> None:
         """Reshard every bucket that nobody holds, and let go of what was gathered ahead."""
         self._drop_under_way()
-        for bucket in list(self._whole):
-            if not self._num_users[bucket]:
+        for bucket in self._buckets:
+            if bucket.is_whole and not self._num_users[bucket]:
                 self._reshard(bucket)
 
     # -- gathering --
