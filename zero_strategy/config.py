@@ -344,6 +344,11 @@ class ZeroConfig(_Block):
         """Return whether somebody set this dotted key (a default or a derived value is not given)."""
         return dotted in self._resolution.settings
 
+    def origin_of(self, dotted: str) -> str:
+        """Return where a dotted key was set: a file's path, "keyword" ...; "default" if nobody has set it."""
+        setting = self._resolution.settings.get(dotted)
+        return "default" if setting is None else setting.origin
+
     def to_dict(self) -> dict[str, Any]:
         """Return the honoured settings as a `ds_config.json` dict that loads again to the same settings.
 

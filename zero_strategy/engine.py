@@ -62,6 +62,7 @@ class ZeroEngine:
         *,
         device: torch.device | str | None = None,
         param_init_fn: InitFn | None = None,
+        loss_scaler: LossScaler | None = None,
     ) -> None:
         """Shard a model. Collective: every rank must call it, with a model of the same structure.
 
@@ -75,6 +76,7 @@ class ZeroEngine:
             device: Where the shards live; by default where the parameters are.
             param_init_fn: Fills a module's own parameters and buffers in place. Called for each module that
                 owns some on meta, children first; by default its `reset_parameters()` is.
+            loss_scaler: Another engine's, where losses reach both models; by default one of its own.
 
         Raises:
             ConfigError: The model or the config cannot be honoured; on all ranks.
@@ -98,7 +100,7 @@ class ZeroEngine:
         self._masters = Masters()
         self._adopt(Adoption(model, self._bucket_set.planned(), where, param_init_fn))
         self.optimizers: list[ShardedOptimizer] = []
-        self.loss_scaler = LossScaler(self.config.fp16, self._bucket_set.trains_fp16())
+        self.loss_scaler = loss_scaler or LossScaler(self.config.fp16, is_active=False)
 
         zero = self.config.zero_optimization
         self._backward = BackwardPass()
@@ -141,7 +143,10 @@ class ZeroEngine:
         self.ledger.watch(self._optimizer_memory)
         self.ledger.watch(self._collectives.memory)
         self._backward.listen(on_end=self._on_backward_end, on_abort=self.ledger.note_backward)
+        if self._bucket_set.trains_fp16():
+            self.loss_scaler.activate()
         self.loss_scaler.listen(self._multiply_grads)
+        self._num_scaled = 0  # backwards of scaled losses that this engine has seen
         self.ledger.report_with(self._report)
         self.ledger.reset()
 
@@ -253,7 +258,8 @@ class ZeroEngine:
     def _on_backward_end(self) -> None:
         self.ledger.note_backward()
         if self._reducer.took_grads:
-            self.loss_scaler.require_scaled()
+            self.loss_scaler.require_scaled(since=self._num_scaled)
+        self._num_scaled = self.loss_scaler.num_scaled_backwards
         if not self.optimizers and self._backward.num_ended == 1:
             log_once(
                 "Gradients have been reduced in two backwards, and the engine has no optimizer. To train: "

@@ -25,6 +25,7 @@ arXiv:1710.03740, section 3.2.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -54,6 +55,7 @@ class LossScaler:
         scale: What losses are multiplied by now, and what all gradients that exist must be divided by.
         num_steps: Verdicts so far: optimizer steps, skipped ones included.
         num_losses: How many losses have been scaled.
+        num_scaled_backwards: How many backwards of such losses have begun.
         last_loss: [] the loss scaled last, before scaling, or None if it was no scalar.
         history: The latest changes of the scale, the first one included while it is among them.
     """
@@ -71,18 +73,21 @@ class LossScaler:
         self.scale = self._first_scale() if is_active else 1.0
         self.num_steps = 0
         self.num_losses = 0
+        self.num_scaled_backwards = 0
         self.last_loss: Tensor | None = None
         self.history: deque[ScaleChange] = deque([ScaleChange(0, self.scale)], MAX_HISTORY)
         self._good_steps = 0  # since the last overflow
         self._hysteresis_left = settings.hysteresis
         self._judged_at = 0  # value of `num_losses` at the last verdict
         self._last_verdict = False
-        self._backward_was_scaled = False
-        self._on_change: list[Callable[[float], None]] = []
+        self._on_change: list[weakref.WeakMethod[Callable[[float], None]]] = []
 
     def listen(self, on_change: Callable[[float], None]) -> None:
-        """Register what is called with the ratio when the scale changes, to carry gradients over."""
-        self._on_change.append(on_change)
+        """Register a method to be called with the ratio when the scale changes, to carry gradients over.
+
+        It is not kept alive: engines that share a scaler come and go.
+        """
+        self._on_change.append(weakref.WeakMethod(on_change))
 
     def activate(self) -> None:
         """Begin to scale, if not done so already: parameters in fp16 are trained from now on."""
@@ -107,14 +112,16 @@ class LossScaler:
             scaled.register_hook(self._note_backward)
         return scaled
 
-    def require_scaled(self) -> None:
+    def require_scaled(self, since: int) -> None:
         """Raise if the gradients that have just come in are those of a loss that was not scaled.
+
+        Args:
+            since: What `num_scaled_backwards` was before.
 
         Raises:
             ShardingError: They are.
         """
-        was_scaled, self._backward_was_scaled = self._backward_was_scaled, False
-        if self.is_active and not was_scaled:
+        if self.is_active and self.num_scaled_backwards == since:
             raise ShardingError(
                 what="The backward of a loss that was not scaled has produced fp16 gradients.",
                 why=f"Parameters are in fp16, and step() divides their gradients by the loss scale "
@@ -218,8 +225,10 @@ class LossScaler:
         ratio, self.scale = scale / self.scale, scale
         if ratio != 1.0:
             self.history.append(ScaleChange(self.num_steps, scale))
-            for on_change in self._on_change:
-                on_change(ratio)
+            for reference in self._on_change:
+                on_change = reference()
+                if on_change is not None:
+                    on_change(ratio)
 
     def _note_backward(self, grad: Tensor) -> None:
-        self._backward_was_scaled = True
+        self.num_scaled_backwards += 1

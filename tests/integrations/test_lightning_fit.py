@@ -15,7 +15,6 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelSummary
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor, nn
@@ -348,10 +347,11 @@ def test_settings_that_contradict_one_another_are_refused_on_all_ranks() -> None
         expect_error(zs.ConfigError, ["bf16", "precision"]),
     ):
         fit(zero(2, bf16={"enabled": True}))
-    with subtest("fp16"), expect_error(zs.ConfigError, ["16-true", "bf16-true"]):
-        make_trainer(zero(2), precision="16-true")
-    with subtest("fp16 mixed"), expect_error(zs.ConfigError, ["16-mixed", "bf16-mixed"]):
-        make_trainer(zero(2), plugins=[MixedPrecision("16-mixed", "cpu")])
+    with (
+        subtest("fp16 in the config, autocast in the Trainer"),
+        expect_error(zs.ConfigError, ["fp16.enabled = true (from keyword)", "'bf16-mixed'", "'16-true'"]),
+    ):
+        fit(zero(2, fp16={"enabled": True}), precision="bf16-mixed")
     with subtest("no engine yet"), expect_error(zs.ShardingError, "no engine yet"):
         _ = zero(2).engine
     with subtest("LBFGS"), expect_error(zs.ConfigError, "LBFGS"):

@@ -81,10 +81,20 @@ def test_two_optimizers_on_one_loss_give_one_verdict() -> None:
 
 def test_gradients_that_wait_are_told_when_the_scale_changes() -> None:
     scaler = scaler_of(initial_scale_power=4, hysteresis=1, loss_scale_window=1)
-    ratios: list[float] = []
-    scaler.listen(ratios.append)
+
+    class Waiting:
+        def __init__(self) -> None:
+            self.ratios: list[float] = []
+
+        def multiply(self, ratio: float) -> None:
+            self.ratios.append(ratio)
+
+    waiting, gone = Waiting(), Waiting()
+    scaler.listen(waiting.multiply)
+    scaler.listen(gone.multiply)
+    del gone
     scales(scaler, "x..")
-    assert ratios == [0.5, 2.0]
+    assert waiting.ratios == [0.5, 2.0]
 
 
 def test_losses_of_16_bits_are_scaled_in_fp32_and_others_in_their_own() -> None:

@@ -20,6 +20,7 @@ from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError
 from zero_strategy.lightning.settings import load_config, shards_alike
+from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.materialize import InitFn
 
 # What is written here stands in front of a `DDPStrategy`; which one is known in `strategy_class` only.
@@ -70,8 +71,16 @@ class ZeroStrategyBase(_Base):  # type: ignore[misc]
                 with torch.device("meta" if empty_init else "cpu"):  # the innermost device context counts
                     yield
 
-    def _new_engine(self, module: nn.Module, config: ZeroConfig) -> ZeroEngine:
-        return ZeroEngine(module, config, device=self.root_device, param_init_fn=self._param_init_fn)
+    def _new_engine(
+        self, module: nn.Module, config: ZeroConfig, loss_scaler: LossScaler | None = None
+    ) -> ZeroEngine:
+        return ZeroEngine(
+            module,
+            config,
+            device=self.root_device,
+            param_init_fn=self._param_init_fn,
+            loss_scaler=loss_scaler,
+        )
 
     def _move_rest(self, module: nn.Module) -> None:
         """Move what the engine does not hold: metrics, and what the module says is its device."""
@@ -169,7 +178,7 @@ def _give_up(engine: ZeroEngine, config: ZeroConfig, precision: str) -> None:
 
 def _would_convert(module: nn.Module, precision: str) -> bool:
     """Whether the precision plugin would change the dtype of a parameter, which must not be sharded then."""
-    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision)
+    dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}.get(precision)
     return dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters())
 
 

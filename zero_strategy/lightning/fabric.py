@@ -21,8 +21,9 @@ from zero_strategy.errors import ConfigError, ShardingError
 from zero_strategy.lightning.base import ZeroStrategyBase, find_engine, reusable_engine
 from zero_strategy.lightning.fabric_checkpoints import FabricCheckpointHooks
 from zero_strategy.lightning.forward_module import ForwardModule, engine_behind, lend_zero_grad
-from zero_strategy.lightning.precision import refuse_fp16
+from zero_strategy.lightning.precision import to_zero_plugin
 from zero_strategy.lightning.settings import resolve_for_fabric
+from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
 
@@ -55,6 +56,7 @@ class FabricHooks(FabricCheckpointHooks, ZeroStrategyBase):
 
     def __init__(self, stage: int | None = None, config: Any = None, **keywords: Any) -> None:
         self._engines: list[weakref.ref[ZeroEngine]] = []  # in the order of setup; models may go
+        self._loss_scaler: LossScaler | None = None
         super().__init__(stage, config, **keywords)
         self._backward_sync_control = _BackwardSyncControl()
 
@@ -67,9 +69,7 @@ class FabricHooks(FabricCheckpointHooks, ZeroStrategyBase):
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
-        if plugin is not None:
-            refuse_fp16(plugin)
-        self._precision = plugin
+        self._precision = None if plugin is None else to_zero_plugin(plugin, self.namespace)
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Create the model on the root device; at stage 3 on meta if `empty_init`, else on the CPU."""
@@ -122,7 +122,11 @@ class FabricHooks(FabricCheckpointHooks, ZeroStrategyBase):
         config = resolve_for_fabric(self._zero_config, precision, self.world_size)
         engine = reusable_engine(module, config, precision)
         if engine is None:
-            engine = self._new_engine(module, config)
+            # A loss may reach several models (a GAN's): it has one scale.
+            engine = self._new_engine(module, config, self._loss_scaler)
+        self._loss_scaler = engine.loss_scaler
+        if hasattr(self.precision, "loss_scaler"):
+            self.precision.loss_scaler = engine.loss_scaler
         self._engines = [weakref.ref(known) for known in self._living_engines() if known is not engine]
         self._engines.append(weakref.ref(engine))
         return engine

@@ -57,7 +57,7 @@ def resolve_for_trainer(config: ZeroConfig, trainer: Any, precision: str, world_
             "train_batch_size": batch_size * num_micro_batches * world_size,
             "gradient_clipping": float(trainer.gradient_clip_val or 0.0),
             "bf16.enabled": precision == "bf16-true",
-            "fp16.enabled": False,
+            "fp16.enabled": precision == "16-true",
         },
     )
     _check_precision(resolved, precision)
@@ -81,7 +81,7 @@ def resolve_for_fabric(config: ZeroConfig, precision: str, world_size: int) -> Z
     Raises:
         ConfigError: Config and Fabric contradict each other, or something else than precision is "auto".
     """
-    auto = {"bf16.enabled": precision == "bf16-true", "fp16.enabled": False}
+    auto = {"bf16.enabled": precision == "bf16-true", "fp16.enabled": precision == "16-true"}
     resolved = config.resolve(world_size, auto=auto)
     _check_precision(resolved, precision)
     return resolved
@@ -102,16 +102,19 @@ def shards_alike(first: ZeroConfig, second: ZeroConfig) -> bool:
 
 
 def _check_precision(config: ZeroConfig, precision: str) -> None:
-    enabled = config.bf16.enabled
-    if not config.is_given("bf16.enabled") or enabled == (precision == "bf16-true"):
-        return
-    raise ConfigError(
-        what=f"The config has bf16.enabled = {enabled}, and Lightning has precision={precision!r}.",
-        why="bf16.enabled means bf16 parameters with fp32 masters: Lightning's precision='bf16-true'.",
-        fix="Pass precision='bf16-true' to the Trainer or to Fabric."
-        if enabled
-        else "Set bf16.enabled to true, 'auto', or leave it out.",
-    )
+    asked = {"bf16.enabled": config.bf16.enabled, "fp16.enabled": config.fp16.enabled}
+    for (key, enabled), meaning in zip(asked.items(), ("bf16-true", "16-true"), strict=True):
+        if not config.is_given(key) or enabled == (precision == meaning):
+            continue
+        raise ConfigError(
+            what=f"The config has {key} = {str(enabled).lower()} (from {config.origin_of(key)}), and "
+            f"Lightning has precision={precision!r}.",
+            why=f"{key} means {key.partition('.')[0]} parameters with fp32 masters: Lightning's "
+            f"precision={meaning!r}, under which it casts the batches too.",
+            fix=f"Pass precision={meaning!r} to the Trainer or to Fabric."
+            if enabled
+            else f"Set {key} to true, 'auto', or leave it out.",
+        )
 
 
 def _check_clipping(config: ZeroConfig, trainer: Any) -> None:

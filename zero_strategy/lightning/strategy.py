@@ -24,7 +24,9 @@ from zero_strategy.errors import ShardingError
 from zero_strategy.lightning.base import ZeroStrategyBase, reusable_engine
 from zero_strategy.lightning.checkpoints import CheckpointHooks
 from zero_strategy.lightning.precision import to_zero_plugin
+from zero_strategy.lightning.schedulers import wait_for_updates
 from zero_strategy.lightning.settings import resolve_for_trainer
+from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
 
 class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
@@ -65,7 +67,7 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
 
     @property
     def precision_plugin(self) -> Any:
-        """The precision plugin, clipping on shards."""
+        """The precision plugin, which clips, scales and unscales on shards."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -86,6 +88,7 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         precision = str(self.precision_plugin.precision)
         config = resolve_for_trainer(self._zero_config, trainer, precision, self.world_size)
         self._engine = self._engine_for(config, precision, fitting)
+        self.precision_plugin.loss_scaler = self._engine.loss_scaler
         self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
@@ -115,14 +118,24 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         self._reset_optimizers_and_schedulers()
         self.engine.forget_optimizers()
         super().setup_optimizers(trainer)
+        plain = self.optimizers
         # Lightning puts a stand-in where `configure_optimizers` returns None; it holds none of the module's
         # parameters.
         self.optimizers = [
             optimizer
             if type(optimizer).__name__ == "_MockOptimizer"
             else self.engine.shard_optimizer(optimizer)
-            for optimizer in self.optimizers
+            for optimizer in plain
         ]
+        if trainer.lightning_module.automatic_optimization and self._may_skip_steps():
+            for config in self.lr_scheduler_configs:
+                sharded = dict(zip(plain, self.optimizers, strict=True)).get(config.scheduler.optimizer)
+                if config.interval == "step" and isinstance(sharded, ShardedOptimizer):
+                    wait_for_updates(config.scheduler, sharded)
+
+    def _may_skip_steps(self) -> bool:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return scaler is not None or self.engine.loss_scaler.is_active
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step` as one forward of the root module."""
