@@ -7,10 +7,12 @@ real subclasses of Lightning's that do their work and take notes. Tolerance 0.
 from __future__ import annotations
 
 import gc
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -28,6 +30,7 @@ from tests.integrations.lightning_support import (
     zero,
 )
 from tests.storage_tracker import StorageTracker
+from zero_strategy.lightning import checkpoint_files
 
 
 class NotingIO(TorchCheckpointIO):
@@ -187,3 +190,24 @@ def test_a_full_save_keeps_whole_tensors_on_rank_0_only_and_moves_one_bucket(tmp
             moving = 2 * largest + largest // 2
             assert peak <= (whole if dist.get_rank() == 0 else 0) + moving + slack, (peak, whole, largest)
             assert dist.get_rank() != 0 or peak >= whole  # the tracker has seen the result
+
+
+def test_a_folder_loses_its_manifest_first_and_a_link_is_only_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, link = tmp_path / "step", tmp_path / "last"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    link.symlink_to(folder)
+    checkpoint_files.remove(TorchCheckpointIO(), link)
+    assert not link.is_symlink() and (folder / "manifest.json").exists()
+    seen: list[bool] = []
+    rmtree = shutil.rmtree
+
+    def look_and_remove(path: Any) -> None:
+        seen.append((folder / "manifest.json").exists())
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", look_and_remove)
+    checkpoint_files.remove(TorchCheckpointIO(), folder)
+    assert seen == [False] and not folder.exists()
