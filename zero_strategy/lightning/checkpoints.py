@@ -26,6 +26,7 @@ from zero_strategy.checkpoint.together import agreed
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError, ConfigError
 from zero_strategy.lightning import checkpoint_files, rng
+from zero_strategy.lightning.finetuning import restore_param_groups
 from zero_strategy.log import log_event
 
 MASTERS_KEY = "zero_strategy_masters"  # in a checkpoint file: fp32 weights under the names of the state dict
@@ -156,6 +157,7 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Take over masters, optimizer states and random number generators. Collective."""
+        self._restore_param_groups(checkpoint)
         if MASTERS_KEY in checkpoint:
             # `on_load_checkpoint` may have edited weights: a master counts only where it still rounds to one.
             weights, masters = checkpoint["state_dict"], checkpoint[MASTERS_KEY]
@@ -181,6 +183,14 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
     @property
     def _is_sharded(self) -> bool:
         return self._state_dict_type == "sharded"
+
+    def _restore_param_groups(self, checkpoint: Mapping[str, Any]) -> None:
+        """Let finetuning callbacks put back the groups they had added; what was frozen gets masters then."""
+        before = list(self.engine.buckets)
+        restore_param_groups(self.lightning_module.trainer, self.namespace)
+        if self._opened is not None and self.engine.buckets != before:
+            self._opened.load_weights(checkpoint["state_dict"], strict=False)
+            self._opened.close()
 
     def _load_optimizers(self, states: list[dict[str, Any]]) -> None:
         if len(states) != len(self.optimizers):
