@@ -47,7 +47,8 @@ class ByHand(Naive):
         self.skipped: list[bool] = []
 
     def backward(self, loss: Tensor) -> None:
-        super().backward(self.scaler.scale_loss(loss))
+        self.scaler.scale_loss(loss)  # counts losses; the product is our own
+        super().backward(loss * self.scaler.scale)
         for name, param in self.model.named_parameters():
             used = torch.tensor([int(param.grad is not None)])
             dist.all_reduce(used)
@@ -120,19 +121,15 @@ def run(way: Plain, recipe: Recipe) -> Trace:
 
 @distributed(world_size=[2, 3])
 def test_every_stage_equals_mixed_precision_written_out_by_hand() -> None:
-    for name, fp16, data_types in (
-        ("a scale that fits", FP16, {}),
-        ("an initial scale that is huge", HUGE, {}),
-        ("fp32 gradients", HUGE, {"grad_accum_dtype": "fp32"}),
-    ):
-        recipe = Recipe(num_steps=9 if fp16 is HUGE else 3)
+    for name, data_types in (("fp16 gradients", {}), ("fp32 gradients", {"grad_accum_dtype": "fp32"})):
+        recipe = Recipe(num_steps=9)
         with subtest(f"{name}, by hand"):
-            by_hand = ByHand(recipe, fp16, wide=bool(data_types))
+            by_hand = ByHand(recipe, HUGE, wide=bool(data_types))
             reference = run(by_hand, recipe)
-            assert any(by_hand.skipped) == (fp16 is HUGE) and not all(by_hand.skipped)
+            assert by_hand.skipped[0] and not all(by_hand.skipped)
         for stage in STAGES:
             with subtest(f"{name}, stage {stage}"):
-                zero = ZeroFp16(recipe, stage=stage, fp16=fp16, data_types=data_types, reduce_bucket_size=400)
+                zero = ZeroFp16(recipe, stage=stage, fp16=HUGE, data_types=data_types, reduce_bucket_size=400)
                 trace = run(zero, recipe)
                 assert zero.skipped == by_hand.skipped
                 assert_same_bits(trace, reference)
@@ -184,6 +181,27 @@ def test_norm_and_clipping_act_on_unscaled_gradients(stage: int) -> None:
         zero.close()
 
 
+@distributed(world_size=1)
+@grid(stage=STAGES)
+def test_clipping_after_every_micro_batch_is_clipping_at_the_boundary(stage: int) -> None:
+    """Case B078: nothing is unscaled twice."""
+    weights = []
+    for clips_each in (True, False):
+        zero = ZeroFp16(Recipe(), stage=stage, fp16=FP16)
+        for step in range(2):
+            for micro in range(4):
+                with contextlib.nullcontext() if micro == 3 else zero.no_sync():
+                    zero.backward(awkward_loss(zero.model, 4 * step + micro) / 4)
+                    if clips_each or micro == 3:
+                        zero.clip_norm(0.1)
+            assert zero.optimizer.clip_coefficient < 1.0
+            zero.step()
+        assert not any(zero.skipped)
+        weights.append(zero.weights())
+        zero.close()
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
 @distributed(world_size=2)
 @grid(stage=STAGES)
 def test_nan_in_the_loss_of_one_rank_skips_the_step_on_all(stage: int) -> None:
@@ -200,6 +218,51 @@ def test_nan_in_the_loss_of_one_rank_skips_the_step_on_all(stage: int) -> None:
     zero.step()
     assert not zero.optimizer.step_was_skipped, "zero_grad has cleared what overflowed"
     zero.close()
+
+
+class Scale(nn.Module):
+    """The gradient of each weight is its input: rank r's shard is that of the elements from 32 r on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(96))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@distributed(world_size=3)
+@grid(stage=STAGES, clips=[True, False])
+def test_one_infinite_element_in_the_shard_of_one_rank_skips_the_step_on_all(stage: int, clips: bool) -> None:
+    zero = ZeroFp16(Recipe(build=lambda _: Scale(), optimizer=sgd), stage=stage, fp16=FP16)
+    for element in (0, 95, None):
+        x = torch.full((96,), 0.5, dtype=torch.float16)
+        if element is not None:
+            x[element] = float("inf")
+        zero.backward(zero.model(x).float().sum())
+        if clips:
+            assert zero.clip_norm(1.0).isfinite() == (element is None)
+        zero.step()
+    assert zero.skipped == [True, True, False]
+    zero.close()
+
+
+@distributed(world_size=2)
+@grid(stage=STAGES, is_synced=[True, False])
+def test_a_sum_of_micro_batches_too_large_for_fp16_is_an_overflow_and_none_in_fp32(
+    stage: int, is_synced: bool
+) -> None:
+    for wide in (False, True):
+        data_types = {"grad_accum_dtype": "fp32"} if wide else {}
+        recipe = Recipe(build=lambda _: Scale(), optimizer=sgd)
+        zero = ZeroFp16(recipe, stage=stage, fp16=FP16, data_types=data_types)
+        x = torch.full((96,), 40_000.0 / 2**8, dtype=torch.float16)
+        with contextlib.nullcontext() if is_synced else zero.no_sync():
+            zero.backward(zero.model(x).float().sum())
+        zero.backward(zero.model(x).float().sum())
+        zero.step()
+        assert zero.skipped == [not wide]
+        zero.close()
 
 
 class Poisoned(nn.Module):

@@ -56,7 +56,7 @@ def test_folder_resumes_with_the_bits_of_the_uninterrupted_run(tmp_path: Path) -
             precision: weights_of(train(zero(2), precision=precision))
             for precision in ("32-true", "bf16-true")
         }
-    for first, second, precision in [(3, 3, "32-true"), (1, 3, "bf16-true"), (3, 2, "bf16-true")]:
+    for first, second, precision in [(1, 3, "32-true"), (3, 1, "bf16-true")]:
         weights = expected[precision]
         with subtest(f"stage {first} to {second}, {precision}"):
             path = tmp_path / f"{first}-{second}-{precision}"
@@ -162,27 +162,23 @@ class Editing(TinyModule):
 
 @distributed(world_size=2)
 def test_hooks_edit_a_folder_as_they_edit_a_file(tmp_path: Path) -> None:
-    for precision in ("32-true", "bf16-true"):
-        results = []
-        for kind, strategy in {"full": zero(3), "sharded": sharded(3)}.items():
-            with subtest(f"{kind} {precision}"):
-                path = tmp_path / f"{precision}-{kind}.ckpt"
-                train(strategy, max_epochs=1, precision=precision).save_checkpoint(path)
-                trainer = make_trainer(zero(2), precision=precision)
-                trainer.fit(module := Editing(), loader(), loader(2), ckpt_path=path)
-                assert module.mine is None
-                trainer.save_checkpoint(tmp_path / "again.ckpt")
-                trainer = make_trainer(zero(1), precision=precision)
-                trainer.validate(
-                    module := Editing(), loader(1), ckpt_path=tmp_path / "again.ckpt", verbose=False
-                )
-                assert module.mine["words"] == ["a", "b"] and torch.equal(
-                    module.mine["tensor"], torch.arange(3)
-                )
-                results.append(weights_of(trainer))
-                if dist.get_rank() == 0:
-                    assert results[-1]["tail.bias"].item() == 5.0
-        assert_same_weights(results[1], results[0])
+    precision = "bf16-true"  # with masters
+    results = []
+    for kind, strategy in {"full": zero(3), "sharded": sharded(3)}.items():
+        with subtest(f"{kind} {precision}"):
+            path = tmp_path / f"{precision}-{kind}.ckpt"
+            train(strategy, max_epochs=1, precision=precision).save_checkpoint(path)
+            trainer = make_trainer(zero(2), precision=precision)
+            trainer.fit(module := Editing(), loader(), loader(2), ckpt_path=path)
+            assert module.mine is None
+            trainer.save_checkpoint(tmp_path / "again.ckpt")
+            trainer = make_trainer(zero(1), precision=precision)
+            trainer.validate(module := Editing(), loader(1), ckpt_path=tmp_path / "again.ckpt", verbose=False)
+            assert module.mine["words"] == ["a", "b"] and torch.equal(module.mine["tensor"], torch.arange(3))
+            results.append(weights_of(trainer))
+            if dist.get_rank() == 0:
+                assert results[-1]["tail.bias"].item() == 5.0
+    assert_same_weights(results[1], results[0])
 
 
 class Forgetful(TinyModule):
