@@ -1,4 +1,4 @@
-"""fabric.save and fabric.load on two ranks: one plain file, written and read by any strategy.
+"""fabric.save and fabric.load on two ranks: one plain file, written and read by any strategy, or a folder.
 
 Oracle: the file that Fabric's own DDPStrategy writes after the same training, entry for entry, and a run that
 was not interrupted. Tolerance 0: two ranks, one reduction per step.
@@ -123,3 +123,51 @@ def test_filter_strict_raw_files_and_several_models(tmp_path: Path) -> None:
             fabric.barrier()
             fabric.load_raw(tmp_path / f"raw-{stage}", second)
             assert_same_weights(whole(fabric, second), dict(new_net(9).state_dict()))
+
+
+@distributed(world_size=2)
+def test_a_folder_goes_between_the_stages(tmp_path: Path) -> None:
+    with subtest("uninterrupted"):
+        expected = save(tmp_path / "file", zero(2))
+    for stage, other in ((1, 3), (3, 2)):
+        with subtest(f"stage {stage} into {other}"):
+            path = tmp_path / str(stage)
+            assert_same_weights(save(path, zero(stage, state_dict_type="sharded")), expected)
+            assert len(list(path.glob("*.safetensors"))) == 2  # a part of every rank
+            fabric, state = new_state(zero(other), seed=1)
+            assert fabric.load(path, {**state, "unknown": None}, strict=False) == {}
+            assert fabric.load(path, state) == {} and state["step"] == 4
+            assert_same_weights(go_on(fabric, state), expected)
+            fabric.load_raw(path, state["model"])
+            with expect_error(zs.CheckpointError, ["'unknown'", "'scheduler'"]):
+                fabric.load(path, {**state, "unknown": None})
+    with subtest("refused"):
+        fabric, state = new_state(zero(3, state_dict_type="sharded"))
+        second = fabric.setup_module(new_net(5))
+        with expect_error(zs.CheckpointError, ["2 are in the state", "a folder for each"]):
+            fabric.save(tmp_path / "two", {**state, "second": second})
+        with expect_error(zs.CheckpointError, ["filter", "full"]):
+            fabric.save(tmp_path / "x", state, filter={"model": lambda name, value: True})
+        with expect_error(zs.CheckpointError, "file"):
+            fabric.save(tmp_path / "file", state)
+        with expect_error(zs.CheckpointError, "0 are in the state"):
+            fabric.load(tmp_path / "1")
+        with expect_error(zs.CheckpointError, "does not exist"):
+            fabric.load(tmp_path / "nowhere", state)
+        with expect_error(zs.ConfigError, ["'shard'", "sharded"]):
+            zero(3, state_dict_type="shard")
+
+
+@distributed(world_size=2)
+def test_what_was_loaded_survives_when_its_file_is_written_again(tmp_path: Path) -> None:
+    with subtest("stage 3"):
+        fabric, state = new_state(zero(3))
+        path = tmp_path / "file"
+        state["numbers"] = torch.arange(100_000.0)
+        fabric.save(path, state)
+        rest = fabric.load(path, {"numbers": None, "model": state["model"]})
+        fabric.load(path, state)
+        if fabric.is_global_zero:
+            path.write_bytes(b"")  # a mapped tensor would end the process now
+        fabric.barrier()
+        assert state["numbers"].sum() == torch.arange(100_000.0).sum() and rest["step"] == 0

@@ -19,6 +19,7 @@ from zero_strategy import root_methods
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError
+from zero_strategy.lightning.checkpoint_files import check_type
 from zero_strategy.lightning.settings import load_config, shards_alike
 from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.materialize import InitFn
@@ -50,10 +51,28 @@ class ZeroStrategyBase(_Base):  # type: ignore[misc]
     def __init__(self, stage: int | None = None, config: Any = None, **keywords: Any) -> None:
         wanted = (*DDP_KEYWORDS, self.precision_keyword)
         ddp_keywords = {name: keywords.pop(name) for name in wanted if name in keywords}
+        self._state_dict_type: str = keywords.pop("state_dict_type", "full")
+        check_type(self._state_dict_type)
         self._param_init_fn: InitFn | None = keywords.pop("param_init_fn", None)
         self._zero_config: ZeroConfig = load_config(stage, config, keywords)
         _refuse_spawn(self._zero_config, ddp_keywords.get("start_method", "popen"))
         super().__init__(**ddp_keywords)
+
+    def setup_environment(self) -> None:
+        """Refuse what cannot work, then begin as `DDPStrategy` does."""
+        kind = type(self.checkpoint_io).__name__
+        if self._is_sharded and kind != "TorchCheckpointIO":
+            raise ConfigError(
+                what=f"state_dict_type='sharded' cannot be used with the CheckpointIO {kind}.",
+                why="A CheckpointIO writes one file from rank 0; here every rank writes its own part.",
+                fix="Leave the plugin out, or use state_dict_type='full'.",
+            )
+        super().setup_environment()
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether checkpoints are written as folders."""
+        return self._state_dict_type == "sharded"
 
     @contextmanager
     def _creating_model(

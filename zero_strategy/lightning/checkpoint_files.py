@@ -25,10 +25,27 @@ from zero_strategy.checkpoint.format import MANIFEST_NAME
 from zero_strategy.checkpoint.opened import OpenCheckpoint
 from zero_strategy.checkpoint.together import agreed
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.errors import CheckpointError
+from zero_strategy.errors import CheckpointError, ConfigError
 from zero_strategy.log import log_event
 
+STATE_DICT_TYPES = ("full", "sharded")  # a file, a folder
 CONTENT_KEY = "lightning"  # of a folder's extra state: what the framework keeps, as torch has saved it
+
+
+def check_type(state_dict_type: str) -> None:
+    """Refuse a kind of checkpoint that there is not.
+
+    Raises:
+        ConfigError: It is none of `STATE_DICT_TYPES`.
+    """
+    if state_dict_type not in STATE_DICT_TYPES:
+        raise ConfigError(
+            what=f"state_dict_type={state_dict_type!r} is not known.",
+            why="'full' writes one file of whole tensors, which plain Lightning loads; 'sharded' a folder, "
+            "into which every rank writes its part.",
+            fix=f"Use one of {', '.join(map(repr, STATE_DICT_TYPES))}.",
+        )
+
 
 # -- folders --
 
@@ -79,6 +96,20 @@ def open_folder(
 def is_folder(path: Any) -> bool:
     """Whether a checkpoint is a folder; a path that does not exist is none."""
     return isinstance(path, str | os.PathLike) and os.path.isdir(path)
+
+
+def refuse_storage_options(storage_options: Any) -> None:
+    """Refuse what a folder has no use for.
+
+    Raises:
+        ConfigError: There are some.
+    """
+    if storage_options is not None:
+        raise ConfigError(
+            what="save_checkpoint was given storage_options, with state_dict_type='sharded'.",
+            why="They are for a CheckpointIO, and a folder is not written through one.",
+            fix="Leave them out, or use state_dict_type='full'.",
+        )
 
 
 # -- files --

@@ -24,7 +24,7 @@ from zero_strategy.checkpoint.full_weights import more_precise
 from zero_strategy.checkpoint.opened import OpenCheckpoint
 from zero_strategy.checkpoint.together import agreed
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.errors import CheckpointError, ConfigError
+from zero_strategy.errors import CheckpointError
 from zero_strategy.lightning import checkpoint_files, rng
 from zero_strategy.lightning.finetuning import restore_param_groups
 from zero_strategy.log import log_event
@@ -32,38 +32,16 @@ from zero_strategy.log import log_event
 MASTERS_KEY = "zero_strategy_masters"  # in a checkpoint file: fp32 weights under the names of the state dict
 RNG_KEY = "zero_strategy_rng"  # in a checkpoint: the state of each rank's random number generators
 
-STATE_DICT_TYPES = ("full", "sharded")
-
 _Base: Any = object
 
 
 class CheckpointHooks(_Base):  # type: ignore[misc]
     """The part of `ZeroStrategy` that has to do with checkpoints; it stands on the other part's `engine`."""
 
-    def __init__(
-        self,
-        stage: int | None = None,
-        config: Any = None,
-        *,
-        state_dict_type: str = "full",
-        **keywords: Any,
-    ) -> None:
-        _check_type(state_dict_type)
-        self._state_dict_type = state_dict_type
+    def __init__(self, stage: int | None = None, config: Any = None, **keywords: Any) -> None:
         self._opened: OpenCheckpoint | None = None  # the folder that is being loaded
         self._rng_at_first_step: dict[str, Any] | None = None  # See [Note: Random numbers]
         super().__init__(stage, config, **keywords)
-
-    def setup_environment(self) -> None:
-        """Refuse what cannot work, then begin as `DDPStrategy` does."""
-        kind = type(self.checkpoint_io).__name__
-        if self._state_dict_type == "sharded" and kind != "TorchCheckpointIO":
-            raise ConfigError(
-                what=f"state_dict_type='sharded' cannot be used with the CheckpointIO {kind}.",
-                why="A CheckpointIO writes one file from rank 0; here every rank writes its own part.",
-                fix="Leave the plugin out, or use state_dict_type='full'.",
-            )
-        super().setup_environment()
 
     # -- saving --
 
@@ -96,8 +74,7 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
             checkpoint[RNG_KEY] = engine.collectives.gather_json(rng.get_state(self.root_device))
             _note_open_window(self.lightning_module.trainer)
         if self._is_sharded:
-            if storage_options is not None:
-                raise _no_storage_options()
+            checkpoint_files.refuse_storage_options(storage_options)
             checkpoint_files.save_folder(engine, filepath, checkpoint, weights_only=not resumable)
             return
         if checkpoint.get("optimizer_states") and has_16_bit_weights(engine):
@@ -180,10 +157,6 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
 
     # -- helpers --
 
-    @property
-    def _is_sharded(self) -> bool:
-        return self._state_dict_type == "sharded"
-
     def _restore_param_groups(self, checkpoint: Mapping[str, Any]) -> None:
         """Let finetuning callbacks put back the groups they had added; what was frozen gets masters then."""
         before = list(self.engine.buckets)
@@ -226,16 +199,6 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
         self._rng_at_first_step = own if inside_epoch else None
 
 
-def _check_type(state_dict_type: str) -> None:
-    if state_dict_type not in STATE_DICT_TYPES:
-        raise ConfigError(
-            what=f"state_dict_type={state_dict_type!r} is not known.",
-            why="'full' writes one file of whole tensors, which plain Lightning loads; 'sharded' a folder, "
-            "into which every rank writes its part.",
-            fix=f"Use one of {', '.join(map(repr, STATE_DICT_TYPES))}.",
-        )
-
-
 def _asked_weights_only(trainer: Any) -> bool | None:
     """Return the `weights_only` that was given to fit, validate, test or predict.
 
@@ -273,14 +236,6 @@ def _require_lightnings(content: Mapping[str, Any], path: Any) -> None:
         fix="Load weights alone into the module before the run: module.load_state_dict(...), or, from a "
         "folder that engine.save_checkpoint wrote, trainer.strategy.engine.load_checkpoint(...) in "
         "on_fit_start.",
-    )
-
-
-def _no_storage_options() -> ConfigError:
-    return ConfigError(
-        what="save_checkpoint was given storage_options, with state_dict_type='sharded'.",
-        why="They are for a CheckpointIO, and a folder is not written through one.",
-        fix="Leave them out, or use state_dict_type='full'.",
     )
 
 

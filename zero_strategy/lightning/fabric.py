@@ -46,7 +46,8 @@ class FabricHooks(FabricCheckpointHooks, ZeroStrategyBase):
         **keywords: Settings of `ZeroConfig`, which beat `config`; and these of Fabric's `DDPStrategy`:
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision,
             process_group_backend, timeout, start_method. `param_init_fn` is the engine's, for modules on meta
-            that have no `reset_parameters`.
+            that have no `reset_parameters`. `state_dict_type="sharded"` lets `fabric.save` write a folder
+            for each model, every rank its part, instead of one file.
 
     Raises:
         ConfigError: A setting is unknown or cannot be honoured, or processes would be spawned at stage 3.

@@ -1,24 +1,31 @@
-"""What Fabric calls to write and read checkpoints: one plain file, the format of any other strategy.
+"""What Fabric calls to write and read checkpoints: one file, the format of any other strategy, or a folder.
 
-`FabricCheckpointHooks` stands in front of a Fabric's `DDPStrategy`. Fabric's user says what goes into a file;
-models and optimizers that have been set up are gathered for it and scattered from it, the rest is Fabric's
-affair. It must not know how engines are built.
+`FabricCheckpointHooks` stands in front of a Fabric's `DDPStrategy`. Fabric's user says what goes into a
+checkpoint; models and optimizers that have been set up are gathered for it and scattered from it, the rest is
+stored as it is. How either kind is written and read is `checkpoint_files`' business. It must not know how
+engines are built.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_strategy.checkpoint.full_weights import more_precise
+from zero_strategy.checkpoint.together import agreed
+from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError
+from zero_strategy.lightning import checkpoint_files
 from zero_strategy.lightning.checkpoints import MASTERS_KEY, has_16_bit_weights
 from zero_strategy.lightning.forward_module import engine_behind
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+
+T = TypeVar("T")
+Filters = Mapping[str, Callable[[str, Any], bool]]
 
 _Base: Any = object
 
@@ -41,67 +48,162 @@ class FabricCheckpointHooks(_Base):  # type: ignore[misc]
         else:
             engine.load_full_state_dict(state_dict, strict=strict)
 
+    # -- saving --
+
     def save_checkpoint(
         self,
         path: Any,
         state: dict[str, Any],
         storage_options: Any = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+        filter: Filters | None = None,
     ) -> None:
-        """Write one file through the `CheckpointIO`, on rank 0. Collective.
+        """Write one file through the `CheckpointIO`, on rank 0, or a folder. Collective.
 
         Beside what the user has put there, a file with an optimizer holds the fp32 masters of 16-bit weights.
+
+        Raises:
+            CheckpointError: It cannot be written; on all ranks.
         """
-        masters: dict[str, Any] = {}
-        for key, value in state.items() if any(map(_is_sharded, state.values())) else ():
-            engine = engine_behind(value)
-            if engine is not None and has_16_bit_weights(engine):
-                whole = engine.full_state_dict(dtype=torch.float32, trainable_only=True)
-                wanted = filter.get(key) if filter else None
-                masters[key] = {k: v for k, v in whole.items() if wanted is None or wanted(k, v)}
-        content = {**state, MASTERS_KEY: masters} if masters else state
-        super().save_checkpoint(path, content, storage_options=storage_options, filter=filter)
+        if self._is_sharded:
+            checkpoint_files.refuse_storage_options(storage_options)
+            self._save_folder(path, state, filter)
+            return
+        content: dict[str, Any] = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        masters = _masters_in(state, filter or {})
+        if masters:
+            content[MASTERS_KEY] = masters
+        io, first = self.checkpoint_io, self.is_global_zero
+        self._together(
+            lambda: checkpoint_files.save_file(io, path, content, storage_options) if first else None
+        )
+
+    def _save_folder(self, path: Any, state: dict[str, Any], filter: Filters | None) -> None:
+        engine = _only_engine(state)
+        if filter:
+            raise CheckpointError(
+                what=f"fabric.save was given a filter for {sorted(filter)}, with state_dict_type='sharded'.",
+                why="A folder holds what the ranks own, as it lies in memory.",
+                fix="Leave the filter out, or use state_dict_type='full'.",
+            )
+        rest = {key: value for key, value in state.items() if not _is_engines(value)}
+        content = {"keys": list(state), "rest": self._convert_stateful_objects_in_state(rest, filter={})}
+        has_optimizers = any(isinstance(value, ShardedOptimizer) for value in state.values())
+        checkpoint_files.save_folder(engine, path, content, weights_only=not has_optimizers)
+
+    # -- loading --
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a file that any strategy has written into what `state` names. Collective.
+        """Read a file that any strategy has written, or a folder, into what `state` names. Collective.
 
         Returns:
-            What has not been asked for; everything without `state`.
+            What has not been asked for; of a file everything if there is no `state`.
 
         Raises:
-            CheckpointError: `strict`, and the file lacks something that was asked for.
+            CheckpointError: It cannot be read, or `strict` and it lacks something that was asked for.
         """
-        if not isinstance(state, dict) or not state:  # everything, or one raw state dict
-            rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
-            return rest
-        content: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        if checkpoint_files.is_folder(path):
+            return self._load_folder(path, state, strict, weights_only)
+        io = self.checkpoint_io
+        content: dict[str, Any] = self._together(
+            lambda: checkpoint_files.load_file(io, path, weights_only=weights_only)
+        )
+        if isinstance(state, nn.Module):
+            self.load_module_state_dict(state, content, strict=strict)
+            return {}
+        if isinstance(state, torch.optim.Optimizer):
+            state.load_state_dict(content if _is_engines(state) else _own(content))
+            return {}
+        if not state:
+            return _own(content)
         masters = content.pop(MASTERS_KEY, {})
         _check_keys(state, content, strict, path)
-        stateful = importlib.import_module(f"{self.namespace}.utilities.types")._Stateful
         for key in [key for key in state if key in content]:
-            target, value = state[key], content.pop(key)
-            if isinstance(target, nn.Module):
-                if self.is_global_zero and key in masters:
-                    value = {**value, **more_precise(value, masters[key])}
-                self.load_module_state_dict(target, value, strict=strict)
-            elif isinstance(target, stateful):
-                target.load_state_dict(value)
-            else:
-                state[key] = value
-        return content
+            value = content.pop(key)
+            if self.is_global_zero and key in masters and isinstance(state[key], nn.Module):
+                value = {**value, **more_precise(value, masters[key])}
+            self._put(state, key, value, strict)
+        return _own(content)
+
+    def _load_folder(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+        is_raw = isinstance(state, nn.Module)
+        wanted = {"": state} if is_raw else state if isinstance(state, dict) else {}
+        opened, content = checkpoint_files.open_folder(_only_engine(wanted), path, weights_only=weights_only)
+        with opened:
+            rest: dict[str, Any] = content.get("rest", {})
+            if not is_raw:
+                _check_keys(wanted, content.get("keys", list(wanted)), strict, path)
+            opened.load_weights(opened.weights(), strict=strict)
+            if any(isinstance(value, ShardedOptimizer) for value in wanted.values()):
+                opened.load_optimizers()
+        if is_raw:
+            return {}
+        for key in [key for key in wanted if key in rest]:
+            self._put(wanted, key, rest.pop(key), strict)
+        return rest
+
+    def _put(self, state: dict[str, Any], key: str, value: Any, strict: bool) -> None:
+        """Take one entry of a checkpoint over into what the user has under its key."""
+        target = state[key]
+        stateful = importlib.import_module(f"{self.namespace}.utilities.types")._Stateful
+        if isinstance(target, nn.Module):
+            self.load_module_state_dict(target, value, strict=strict)
+        elif isinstance(target, stateful):
+            target.load_state_dict(value if _is_engines(target) else _own(value))
+        else:
+            state[key] = _own(value)
+
+    # -- helpers --
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """Do a rank's part of something all ranks do; where no model has been set up, nobody waits."""
+        engines = self._living_engines()
+        return agreed(engines[0].collectives, work) if engines else work()
 
 
-def _is_sharded(value: Any) -> bool:
-    return isinstance(value, ShardedOptimizer)
+def _own(value: T) -> T:
+    """Copy tensors that are mapped from a file, which may be overwritten while they are still in use."""
+    apply = importlib.import_module("lightning_utilities.core.apply_func").apply_to_collection
+    copied: T = apply(value, Tensor, Tensor.clone)
+    return copied
 
 
-def _check_keys(state: Mapping[str, Any], content: Mapping[str, Any], strict: bool, path: Any) -> None:
-    missing = [key for key in state if key not in content]
+def _is_engines(value: Any) -> bool:
+    return isinstance(value, ShardedOptimizer) or engine_behind(value) is not None
+
+
+def _masters_in(state: Mapping[str, Any], filters: Filters) -> dict[str, Any]:
+    """Gather the masters of all 16-bit models, if training is to go on from the file. Collective."""
+    masters: dict[str, Any] = {}
+    if not any(isinstance(value, ShardedOptimizer) for value in state.values()):
+        return masters
+    for key, value in state.items():
+        engine = engine_behind(value)
+        if engine is not None and has_16_bit_weights(engine):
+            whole = engine.full_state_dict(dtype=torch.float32, trainable_only=True)
+            wanted = filters.get(key)
+            masters[key] = {k: v for k, v in whole.items() if wanted is None or wanted(k, v)}
+    return masters
+
+
+def _only_engine(state: Mapping[str, Any]) -> ZeroEngine:
+    engines = [engine for engine in map(engine_behind, state.values()) if engine is not None]
+    if len(engines) == 1:
+        return engines[0]
+    raise CheckpointError(
+        what=f"A checkpoint folder holds one model, and {len(engines)} are in the state {list(state)}.",
+        why="Every rank writes and reads its own part of that model, which the model's engine knows.",
+        fix="Name one model that has been set up, with its optimizers, and use a folder for each; or write "
+        "files, with state_dict_type='full'.",
+    )
+
+
+def _check_keys(state: Iterable[str], there: Iterable[str], strict: bool, path: Any) -> None:
+    missing = [key for key in state if key not in there]
     if strict and missing:
         raise CheckpointError(
             what=f"The checkpoint {path} has no {', '.join(map(repr, missing))}.",
-            why=f"fabric.load was asked for it; there are {', '.join(map(repr, content))}.",
-            fix="Name in `state` what the file holds, or pass strict=False.",
+            why=f"fabric.load was asked for it; there are {', '.join(map(repr, there))}.",
+            fix="Name in `state` what the checkpoint holds, or pass strict=False.",
         )
