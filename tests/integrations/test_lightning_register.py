@@ -20,13 +20,19 @@ ROOT = Path(__file__).parents[2]
 NAMES = ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_nvme"]
 
 
-def run_python(*arguments: str, timeout: float = 90.0) -> str:
+def run_python(*arguments: str, timeout: float = 90.0, folder: Path | None = None, **variables: str) -> str:
     environment = {
         k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
     }
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= variables
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=timeout, env=environment
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+        cwd=folder,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -43,18 +49,30 @@ import lightning.pytorch as lp
 assert set(names) <= set(lp.strategies.StrategyRegistry.available_strategies())
 assert not hasattr(lp.strategies.__loader__.exec_module, "__wrapped__")
 assert lp.strategies.__loader__.exec_module.__func__ is type(lp.strategies.__loader__).exec_module
+import lightning.fabric as fabric  # has come with it
+assert set(names) <= set(fabric.strategies.STRATEGY_REGISTRY.available_strategies())
 import pytorch_lightning as pl  # imported later
 assert set(names) <= set(pl.strategies.StrategyRegistry.available_strategies())
+import lightning_fabric
+assert set(names) <= set(lightning_fabric.strategies.STRATEGY_REGISTRY.available_strategies())
 assert not [f for f in sys.meta_path if type(f).__module__.startswith("zero_strategy")]
 zero_strategy.lightning.register()  # again: nothing happens
 one, two = lp.strategies.StrategyRegistry.get("zero2"), pl.strategies.StrategyRegistry.get("zero2")
 assert isinstance(one, lp.strategies.DDPStrategy) and isinstance(two, pl.strategies.DDPStrategy)
 assert type(one) is zero_strategy.ZeroStrategy and type(one) is not type(two)
+three = fabric.strategies.STRATEGY_REGISTRY.get("zero2")
+four = lightning_fabric.strategies.STRATEGY_REGISTRY.get("zero2")
+assert isinstance(three, fabric.strategies.DDPStrategy)
+assert isinstance(four, lightning_fabric.strategies.DDPStrategy)
+assert type(three) is zero_strategy.lightning.FabricZeroStrategy and type(three) is not type(four)
 """
 
 LIGHTNING_FIRST = f"""
 import lightning.pytorch as lp
+import lightning.fabric.strategies as fabric
 import zero_strategy
+assert set({NAMES!r}) <= set(fabric.STRATEGY_REGISTRY.available_strategies())
+assert type(fabric.STRATEGY_REGISTRY.get("zero3")) is zero_strategy.FabricZeroStrategy
 assert set({NAMES!r}) <= set(lp.strategies.StrategyRegistry.available_strategies())
 assert type(lp.strategies.StrategyRegistry.get("zero3")) is zero_strategy.ZeroStrategy
 """
@@ -71,12 +89,13 @@ try:
     import lightning.pytorch
 except ModuleNotFoundError:
     pass
-try:
-    zero_strategy.ZeroStrategy
-except zero_strategy.ConfigError as error:
-    assert "pip install" in error.fix
-else:
-    raise AssertionError
+for name in ("ZeroStrategy", "FabricZeroStrategy"):
+    try:
+        getattr(zero_strategy, name)
+    except zero_strategy.ConfigError as error:
+        assert "pip install" in error.fix
+    else:
+        raise AssertionError
 """
 
 FAILING_REGISTRATION = """
