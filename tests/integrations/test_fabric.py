@@ -321,6 +321,10 @@ def test_bad_input_is_refused_by_name() -> None:
         expect_error(zs.ConfigError, ["reduce_bucket_sise", "reduce_bucket_size"]),
     ):
         zero(2, reduce_bucket_sise=1)
+    for keyword, said in {"find_unused_parameters": "DDPStrategy", "sharding_strategy": "stage=3"}.items():
+        for cls in (zs.FabricZeroStrategy, zs.ZeroStrategy):
+            with subtest(f"{keyword} to {cls}"), expect_error(zs.ConfigError, [keyword, said]):
+                cls(stage=2, overlap_comm=False, **{keyword: True})
     with subtest("spawn"), expect_error(zs.ConfigError, ["'spawn'", "stage 3", "popen"]):
         zero(3, start_method="spawn")
     with subtest("an optimizer first"), expect_error(zs.ConfigError, ["SGD", "setup_module"]):

@@ -20,6 +20,7 @@ from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError
 from zero_strategy.lightning.checkpoint_files import check_type
+from zero_strategy.lightning.other_strategies import refuse_others_keywords
 from zero_strategy.lightning.settings import load_config, shards_alike
 from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.materialize import InitFn
@@ -54,6 +55,7 @@ class ZeroStrategyBase(_Base):  # type: ignore[misc]
         self._state_dict_type: str = keywords.pop("state_dict_type", "full")
         check_type(self._state_dict_type)
         self._param_init_fn: InitFn | None = keywords.pop("param_init_fn", None)
+        refuse_others_keywords(keywords)
         self._zero_config: ZeroConfig = load_config(stage, config, keywords)
         _refuse_spawn(self._zero_config, ddp_keywords.get("start_method", "popen"))
         super().__init__(**ddp_keywords)
