@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.wrappers import _unwrap_objects
 from torch import Tensor, nn
 
 import zero_strategy as zs
@@ -32,6 +33,10 @@ class Net(nn.Module):
         self.last.weight = self.blocks[0].linear.weight
         self.head = nn.Linear(width, 1)
         self.register_buffer("scale", torch.tensor([1.5]))
+
+    def reset_parameters(self) -> None:
+        """Fill what this module itself owns; at stage 3 `init_module(empty_init=True)` builds on meta."""
+        self.scale.fill_(1.5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -82,7 +87,7 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
 
 def whole(fabric: Fabric, model: Any) -> dict[str, Tensor]:
     """The whole weights, by the way `fabric.save` takes."""
-    state = fabric.strategy.get_module_state_dict(model._forward_module)
+    state = fabric.strategy.get_module_state_dict(_unwrap_objects(model))
     return {name: value.clone() for name, value in state.items()}
 
 

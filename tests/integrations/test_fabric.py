@@ -266,6 +266,17 @@ def test_models_without_optimizer_and_inference_mode_run_as_under_ddp() -> None:
 # -- wrappers ----------------------------------------------------------------------------------------------
 
 
+def compiled(strategy: Any) -> dict[str, Tensor]:
+    fabric = make_fabric(strategy)
+    net = new_net()
+    model, optimizer = fabric.setup(torch.compile(net, backend="eager"), adamw(net))
+    for x, y in batches(2):
+        fabric.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        model.zero_grad()
+    return whole(fabric, model)
+
+
 @distributed(world_size=2)
 def test_fabrics_wrappers_reach_what_the_engine_holds() -> None:
     for stage in (1, 2, 3):
@@ -295,6 +306,11 @@ def test_fabrics_wrappers_reach_what_the_engine_holds() -> None:
                 assert not torch.equal(head["head.bias"], engine.full_state_dict()["head.bias"])
             else:
                 engine.full_state_dict()
+
+
+@distributed(world_size=2)
+def test_a_compiled_model_is_set_up_as_under_ddp() -> None:
+    assert_as_ddp(compiled)
 
 
 @distributed(world_size=2)
