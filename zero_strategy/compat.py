@@ -131,3 +131,13 @@ def default_timeout(device: torch.device) -> datetime.timedelta | None:
     except (AttributeError, RuntimeError):
         return None
     return timeout
+
+
+def store_of_ranks(prefix: str) -> dist.Store:
+    """Return a store that all ranks of the default process group share, with a connection of its own.
+
+    A store serves one caller at a time: over the group's own connection a look at a key would wait for
+    whatever torch waits for.
+    """
+    store: dist.Store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
+    return store

@@ -11,7 +11,8 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from zero_strategy import compat
 from zero_strategy.comm import ordered
 from zero_strategy.comm.ledger import Ledger, MemoryUse
 from zero_strategy.comm.topology import Topology
+from zero_strategy.comm.waits import Channel, Ticket
 from zero_strategy.errors import CheckpointError, ConfigError, OffloadError, ShardingError, ZeroError
 
 
@@ -32,11 +34,21 @@ class Handle:
     """
 
     def __init__(
-        self, works: list[dist.Work], finish: Callable[[], None] | None = None, what: str = "a collective"
+        self,
+        works: list[dist.Work],
+        finish: Callable[[], None] | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """Take what is under way.
+
+        Args:
+            works: What to wait for.
+            finish: What to do then.
+            waiting: Makes a context to wait in.
+        """
         self._works = works
         self._finish = finish
-        self._what = what
+        self._waiting = waiting
 
     def wait(self) -> None:
         """Return when the result is there. May be called again, at no cost.
@@ -46,9 +58,10 @@ class Handle:
         """
         works, self._works = self._works, []
         finish, self._finish = self._finish, None
-        with _waiting_for(self._what):
-            for work in works:
-                work.wait()
+        if works:
+            with self._waiting():
+                for work in works:
+                    work.wait()
         if finish is not None:
             finish()
 
@@ -60,8 +73,24 @@ class Collectives:
         self.rank = topology.rank
         self.world_size = topology.world_size
         self._topology = topology
+        self._watch = topology.watch
         self._ledger = ledger
         self._receive = ordered.ReceiveBuffer()
+
+    @contextmanager
+    def _waiting(self, ticket: Ticket) -> Iterator[None]:
+        """Wait for the others; what goes wrong meanwhile is explained."""
+        try:
+            with self._watch.waits.waiting(ticket):
+                yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise self._watch.explain(ticket.what, error) from error
+
+    def _begin(self, channel: Channel, what: str) -> Ticket:
+        self._watch.check()
+        return self._watch.waits.begin(channel, what)
 
     # -- flat buffers --
 
@@ -78,14 +107,14 @@ class Collectives:
         shard_numel = flat.numel() // self.world_size
         self._ledger.record("all_gather", (self.world_size - 1) * shard_numel * flat.element_size())
         group = self._topology.gather_group
-        what = f"The all-gather of bucket {name!r}"
-        with _waiting_for(what):
+        ticket = self._begin("gather", f"The all-gather of bucket {name!r}")
+        with self._waiting(ticket):
             if group is not None and self._topology.native:
                 own = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
                 works = [compat.native_all_gather(ordered.as_bytes(flat), ordered.as_bytes(own), group)]
             else:
                 works = ordered.start_all_gather(flat, shard_numel, group)
-        return Handle(works, what=what)
+        return Handle(works, waiting=partial(self._waiting, ticket))
 
     def reduce_scatter_mean(self, full: Tensor, output: Tensor, name: str) -> Handle:
         """Start averaging a flat buffer over all ranks, each rank receiving its own range of the mean.
@@ -102,16 +131,18 @@ class Collectives:
         """
         self._ledger.record("reduce_scatter", (self.world_size - 1) * output.numel() * full.element_size())
         group = self._topology.reduce_group
-        what = f"The reduce-scatter of bucket {name!r}"
+        ticket = self._begin("reduce", f"The reduce-scatter of bucket {name!r}")
+        waiting = partial(self._waiting, ticket)
         sums_exactly = full.dtype in (torch.float32, torch.float64) and output.dtype == full.dtype
         if group is not None and self._topology.native and sums_exactly:
-            work = compat.native_reduce_scatter_sum(output, full, group)
-            return Handle([work], lambda: _divide(output, self.world_size), what)
+            with waiting():
+                work = compat.native_reduce_scatter_sum(output, full, group)
+            return Handle([work], lambda: _divide(output, self.world_size), waiting)
         # NCCL would round a 16-bit sum at every hop; exchanging first sends the same bytes and rounds once.
         received = self._receive.take(full)
-        with _waiting_for(what):
+        with waiting():
             works = ordered.start_exchange(full, received, group)
-        return Handle(works, lambda: self._finish_mean(full, received, output), what)
+        return Handle(works, lambda: self._finish_mean(full, received, output), waiting)
 
     def end_reductions(self) -> None:
         """Let go of the memory that reductions have kept; to be called after the last of a backward."""
@@ -137,7 +168,7 @@ class Collectives:
         if group is None:
             return
         self._ledger.record("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
-        with _waiting_for("A broadcast from rank 0"):
+        with self._waiting(self._begin("gather", "A broadcast from rank 0")):
             dist.broadcast(ordered.as_bytes(tensor), src=0, group=group)
 
     def broadcast_bytes(self, payload: bytes) -> bytes:
@@ -145,7 +176,7 @@ class Collectives:
         group = self._topology.control_group
         if group is None:
             return payload
-        with _waiting_for("A message from rank 0"):
+        with self._waiting(self._begin("control", "A message from rank 0")):
             size = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
             dist.broadcast(size, src=0, group=group)
             data = torch.empty(int(size.item()), dtype=torch.uint8, device="cpu")
@@ -165,7 +196,7 @@ class Collectives:
         payload = json.dumps(value).encode()
         if group is None:
             return [json.loads(payload)]
-        with _waiting_for("An exchange of messages among all ranks"):
+        with self._waiting(self._begin("control", "An exchange of messages among all ranks")):
             sizes = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
             own_size = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
             dist.all_gather(list(sizes.split(1)), own_size, group=group)
@@ -193,7 +224,7 @@ class Collectives:
         group = self._topology.control_group
         if group is not None:
             self._ledger.record("control", flags.numel())
-            with _waiting_for(what):
+            with self._waiting(self._begin("control", what)):
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
 
     def sum_in_rank_order(self, values: Tensor) -> Tensor:
@@ -215,7 +246,7 @@ class Collectives:
             return values.unsqueeze(0)
         rows = torch.empty(self.world_size, values.numel(), dtype=values.dtype, device="cpu")
         self._ledger.record("all_reduce", (self.world_size - 1) * values.numel() * values.element_size())
-        with _waiting_for("The sum of a norm over all ranks"):
+        with self._waiting(self._begin("control", "The sum of a norm over all ranks")):
             dist.all_gather(list(rows.unbind()), values, group=group)
         return rows
 
@@ -261,25 +292,6 @@ class Collectives:
                 name, what, why, fix = found
                 where = f"[rank {rank}] " if len(everybodys) > 1 else ""
                 raise _AGREED.get(name, ShardingError)(what=f"{where}{what}", why=why, fix=fix) from error
-
-
-@contextmanager
-def _waiting_for(what: str) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise ShardingError(
-            what=f"{what} did not finish: {str(error).splitlines()[0]}",
-            why="Another rank has ended, or ran other code than this one and never joined in. Every rank "
-            "must run the same forwards, backwards and steps in the same order.",
-            fix="Look at the other ranks' errors first. If there is none: was a call made on one rank only "
-            "(save_checkpoint, full_state_dict, clip_grad_norm_ and step are for all ranks)? Do ranks have "
-            "different numbers of batches, or does the model choose its modules by a rank's own data? Such "
-            "modules are one unit if they are named in zero_optimization.leaf_module. Waiting ends at the "
-            "process group's timeout (init_process_group(timeout=...)).",
-        ) from error
 
 
 _AGREED: dict[str, type[ZeroError]] = {

@@ -14,7 +14,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from zero_strategy.compat import default_timeout, native_all_gather, native_reduce_scatter_sum
+from zero_strategy.comm.links import Links
+from zero_strategy.comm.watch import Watch
+from zero_strategy.compat import (
+    default_timeout,
+    native_all_gather,
+    native_reduce_scatter_sum,
+    store_of_ranks,
+)
 from zero_strategy.errors import ConfigError
 from zero_strategy.log import get_launched_world_size
 
@@ -30,6 +37,7 @@ class Topology:
         device: Where the tensors live that gathers and reductions move.
         native: Whether the backend's own collectives are used for them (NCCL and the like) rather than ours
             (gloo).
+        watch: Ends this rank's waits when another rank has failed.
         gather_group, reduce_group, control_group: None if there is no default group.
     """
 
@@ -49,6 +57,8 @@ class Topology:
         self.gather_group: dist.ProcessGroup | None = None
         self.reduce_group: dist.ProcessGroup | None = None
         self.control_group: dist.ProcessGroup | None = None
+        links = Links()
+        self.watch = Watch(0, 1, links)
         if not (dist.is_available() and dist.is_initialized()):
             if get_launched_world_size() > 1:
                 raise ConfigError(
@@ -63,9 +73,17 @@ class Topology:
         backend = str(dist.get_backend_config())
         self.native = _backend_for(device, backend) != "gloo"  # raises before any group is made
         timeout = default_timeout(device)
+        is_fake = "fake" in backend
         self.gather_group = dist.new_group(timeout=timeout)
         self.reduce_group = dist.new_group(timeout=timeout)
-        self.control_group = dist.new_group(timeout=timeout, backend="fake" if "fake" in backend else "gloo")
+        self.control_group = dist.new_group(timeout=timeout, backend="fake" if is_fake else "gloo")
+        links.note([self.gather_group, self.reduce_group], self.native)
+        if self.world_size > 1 and not is_fake:
+            # The name of a group is the same on all ranks and no other group's.
+            store = store_of_ranks(f"zero_strategy/{self.control_group.group_name}")
+            self.watch = Watch(self.rank, self.world_size, links, store)
+            dist.barrier(group=self.control_group)  # every rank has left its first words
+            self.watch.start()
         if self.native:
             self._connect()
 
@@ -85,6 +103,7 @@ class Topology:
 
     def close(self) -> None:
         """Give the process groups back. Not collective; safe to call twice."""
+        self.watch.close()
         groups = (self.gather_group, self.reduce_group, self.control_group)
         self.gather_group = self.reduce_group = self.control_group = None
         for group in groups:

@@ -1,0 +1,153 @@
+"""What this rank has begun with the others, and what it waits for; and whether ranks can still meet.
+
+`Waits` keeps the count of collectives begun, by process group, and the latest names; a note is an append, so
+it costs nothing beside a collective. `find_divergence` compares the notes of several ranks. Called by the
+collectives, read by the watch's thread. Knows neither tensors nor process groups.
+
+[Note: When ranks have parted]
+Two things prove it, and slowness proves neither. The n-th collective of a group has another name on two
+ranks: it is one operation, so it would mix up what they mean. Or every rank waits, and each for something that some
+other rank has not begun: nobody can move. A rank that computes, compiles, writes a file or stands in a
+debugger waits for nobody, so the others wait for it as long as the process group's timeout says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+Channel = Literal["gather", "reduce", "control", "other"]
+_KEPT = 256  # names per channel that are kept to compare: a few passes of a usual model
+
+
+class Ticket(NamedTuple):
+    """One collective: the `number`-th of its channel on this rank, and its name for messages."""
+
+    channel: str
+    number: int
+    what: str
+
+
+class Waiting(NamedTuple):
+    """A wait that is going on; `serial` is different for each."""
+
+    ticket: Ticket
+    since: float  # seconds, monotonic
+    serial: int
+
+
+class Notes(NamedTuple):
+    """What a rank that waits long tells the others."""
+
+    rank: int
+    serial: int
+    beat: int  # grows while the wait goes on: a note that stands still is out of date
+    ticket: Ticket
+    begun: dict[str, int]  # collectives begun, by channel
+    recent: dict[str, list[str]]  # names of the latest, by channel
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return self._asdict()
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Notes:
+        """Undo `to_json`."""
+        return cls(**{**fields, "ticket": Ticket(*fields["ticket"])})
+
+
+class Waits:
+    """The notes of this rank.
+
+    Attributes:
+        current: What the main thread waits for in this moment, or None.
+    """
+
+    def __init__(self) -> None:
+        self.current: Waiting | None = None
+        self._begun: dict[str, int] = {}
+        self._recent: dict[str, deque[str]] = {}
+        self._serial = 0
+
+    def begin(self, channel: Channel, what: str) -> Ticket:
+        """Note that a collective begins."""
+        number = self._begun.get(channel, 0)
+        self._begun[channel] = number + 1
+        names = self._recent.get(channel)
+        if names is None:
+            names = self._recent[channel] = deque(maxlen=_KEPT)
+        names.append(what)
+        return Ticket(channel, number, what)
+
+    @contextmanager
+    def waiting(self, ticket: Ticket) -> Iterator[None]:
+        """Note that this rank waits, for as long as the block runs."""
+        self._serial += 1
+        self.current = Waiting(ticket, time.monotonic(), self._serial)
+        try:
+            yield
+        finally:
+            self.current = None
+
+    def notes(self, rank: int, waiting: Waiting, beat: int) -> Notes:
+        """Return what to tell the others. Called by another thread, while this rank waits."""
+        recent = {channel: list(names) for channel, names in dict(self._recent).items()}
+        return Notes(rank, waiting.serial, beat, waiting.ticket, dict(self._begun), recent)
+
+
+def find_divergence(notes: Sequence[Notes], world_size: int) -> str | None:
+    """Tell whether ranks can never meet, and where they parted. See [Note: When ranks have parted].
+
+    Args:
+        notes: Of the ranks that wait.
+        world_size: How many ranks there are.
+
+    Returns:
+        What happened, with ranks and names; None if nothing is proven.
+    """
+    for channel in ("gather", "reduce", "control"):
+        parted = _first_difference(channel, notes)
+        if parted is not None:
+            return parted
+    if len(notes) < world_size:
+        return None
+    missing = [[other.rank for other in notes if not _has_begun(other, note.ticket)] for note in notes]
+    if not all(missing):
+        return None
+    lines = [
+        f"rank {note.rank} waits in {_lower(note.ticket.what)}, which rank {others[0]} has not begun"
+        for note, others in zip(notes, missing, strict=True)
+    ]
+    return "Every rank waits for another: " + "; ".join(lines[:8]) + "."
+
+
+def _first_difference(channel: str, notes: Sequence[Notes]) -> str | None:
+    found: list[tuple[int, str]] = []
+    for one, other in pairwise(notes):
+        ours, theirs = _numbered(one, channel), _numbered(other, channel)
+        number = min((n for n in ours.keys() & theirs.keys() if ours[n] != theirs[n]), default=None)
+        if number is not None:
+            text = (
+                f"Ranks have parted: {_lower(ours[number])} on rank {one.rank}, {_lower(theirs[number])} on "
+                f"rank {other.rank}, each as number {number + 1} of its kind."
+            )
+            found.append((number, text))
+    return min(found)[1] if found else None
+
+
+def _numbered(note: Notes, channel: str) -> dict[int, str]:
+    names = note.recent.get(channel, [])
+    first = note.begun.get(channel, 0) - len(names)
+    return {first + place: name for place, name in enumerate(names)}
+
+
+def _has_begun(note: Notes, ticket: Ticket) -> bool:
+    return note.begun.get(ticket.channel, 0) > ticket.number
+
+
+def _lower(what: str) -> str:
+    return what[0].lower() + what[1:]
