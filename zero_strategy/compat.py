@@ -9,13 +9,14 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
+from torch.distributed import distributed_c10d as c10d
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -133,11 +134,21 @@ def default_timeout(device: torch.device) -> datetime.timedelta | None:
     return timeout
 
 
-def store_of_ranks(prefix: str) -> dist.Store:
+class RankStore(Protocol):
+    """What is used of torch's stores, which come without types."""
+
+    def get(self, key: str) -> bytes: ...
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+def store_of_ranks(prefix: str) -> RankStore:
     """Return a store that all ranks of the default process group share, with a connection of its own.
 
     A store serves one caller at a time: over the group's own connection a look at a key would wait for
     whatever torch waits for.
     """
-    store: dist.Store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
+    store: RankStore = c10d.PrefixStore(prefix, c10d._get_default_store().clone())  # type: ignore[attr-defined]
     return store

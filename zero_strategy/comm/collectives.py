@@ -113,7 +113,7 @@ class Collectives:
                 own = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
                 works = [compat.native_all_gather(ordered.as_bytes(flat), ordered.as_bytes(own), group)]
             else:
-                works = ordered.start_all_gather(flat, shard_numel, group)
+                works = ordered.start_all_gather(flat, shard_numel, name, group)
         return Handle(works, waiting=partial(self._waiting, ticket))
 
     def reduce_scatter_mean(self, full: Tensor, output: Tensor, name: str) -> Handle:
@@ -141,7 +141,7 @@ class Collectives:
         # NCCL would round a 16-bit sum at every hop; exchanging first sends the same bytes and rounds once.
         received = self._receive.take(full)
         with waiting():
-            works = ordered.start_exchange(full, received, group)
+            works = ordered.start_exchange(full, received, name, group)
         return Handle(works, lambda: self._finish_mean(full, received, output), waiting)
 
     def end_reductions(self) -> None:

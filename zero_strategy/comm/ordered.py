@@ -6,9 +6,17 @@ what it receives in rank order: (N-1)/N of the buffer per rank, and a sum that d
 position.
 
 Called by `Collectives` only; the functions have no state. A group of None means that there is nobody else.
+
+[Note: Messages have names]
+Every message carries a tag made of its bucket's name. Ranks that have parted and send different buckets then
+wait for one another, which the watch finds and reports. Without, gloo would take one bucket for the other,
+and end the process where their sizes differ.
 """
 
 from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -71,10 +79,12 @@ def as_bytes(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def start_all_gather(flat: Tensor, shard_numel: int, group: dist.ProcessGroup | None) -> list[dist.Work]:
-    """Start one broadcast per rank, of its own range of `flat`.
+def start_all_gather(
+    flat: Tensor, shard_numel: int, name: str, group: dist.ProcessGroup | None
+) -> list[dist.Work]:
+    """Start sending this rank's range of `flat` to each other rank, and receiving theirs.
 
-    All broadcasts run at once, and together send what an all-gather sends: (N-1)/N of `flat` per rank.
+    Together that is what an all-gather sends: (N-1)/N of `flat` per rank. See [Note: Messages have names].
 
     Shapes:
         flat [N * shard_numel]; this rank's range is filled in, the others are written.
@@ -82,10 +92,16 @@ def start_all_gather(flat: Tensor, shard_numel: int, group: dist.ProcessGroup | 
     if group is None:
         return []
     shards = as_bytes(flat).split(shard_numel * flat.element_size())
-    return [dist.broadcast(shard, src=rank, group=group, async_op=True) for rank, shard in enumerate(shards)]
+    if flat.device.type != "cpu":  # gloo sends and receives host memory only, but broadcasts any
+        works = [dist.broadcast(shard, src=r, group=group, async_op=True) for r, shard in enumerate(shards)]
+        return [work for work in works if work is not None]
+    own = shards[group.rank()]
+    return _start_messages([own] * len(shards), shards, name, group)
 
 
-def start_exchange(full: Tensor, received: Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
+def start_exchange(
+    full: Tensor, received: Tensor, name: str, group: dist.ProcessGroup | None
+) -> list[dist.Work]:
     """Start sending each rank its range of `full`, and receiving the others' versions of this rank's range.
 
     Shapes:
@@ -96,13 +112,20 @@ def start_exchange(full: Tensor, received: Tensor, group: dist.ProcessGroup | No
         return []
     if full.device.type != "cpu":  # gloo sends and receives host memory only, but exchanges any
         return [dist.all_to_all_single(received, full, group=group, async_op=True)]
-    rank, world_size = group.rank(), group.size()
-    parts = zip(full.chunk(world_size), received.chunk(world_size), strict=True)
+    world_size = group.size()
+    return _start_messages(full.chunk(world_size), received.chunk(world_size), name, group)
+
+
+def _start_messages(
+    ours: Sequence[Tensor], theirs: Sequence[Tensor], name: str, group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Start sending every other rank one tensor of `ours` and receiving one of `theirs`, both by rank."""
+    tag = zlib.crc32(name.encode()) & 0x7FFFFFFF  # a tag is not negative
     works: list[dist.Work | None] = []
-    for peer, (ours, theirs) in enumerate(parts):
-        if peer != rank:
-            works.append(dist.irecv(theirs, group=group, group_src=peer))
-            works.append(dist.isend(ours, group=group, group_dst=peer))
+    for peer, (sent, received) in enumerate(zip(ours, theirs, strict=True)):
+        if peer != group.rank():
+            works.append(dist.irecv(received, group=group, group_src=peer, tag=tag))
+            works.append(dist.isend(sent, group=group, group_dst=peer, tag=tag))
     return [work for work in works if work is not None]
 
 

@@ -6,9 +6,9 @@ collectives, read by the watch's thread. Knows neither tensors nor process group
 
 [Note: When ranks have parted]
 Two things prove it, and slowness proves neither. The n-th collective of a group has another name on two
-ranks: it is one operation, so it would mix up what they mean. Or every rank waits, and each for something that some
-other rank has not begun: nobody can move. A rank that computes, compiles, writes a file or stands in a
-debugger waits for nobody, so the others wait for it as long as the process group's timeout says.
+ranks: it is one operation, so it would mix up what they mean. Or every rank waits, and each for something
+that some other rank has not begun: nobody can move. A rank that computes, compiles, writes a file or stands
+in a debugger waits for nobody, so the others wait for it as long as the process group's timeout says.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ Owned by the topology; knows no tensors. Without other ranks there is no store, 
 
 [Note: The end of a process]
 A rank that has been told of a failure and neither reaches one of our collectives nor ends within `GRACE_S`
-(it stands in somebody else's collective, or computes on) is ended from the thread, with the other rank's error
-printed. A failing rank, and rank 0 in any case (its process often holds the store), stay at their end
+(it stands in somebody else's collective, or computes on) is ended from the thread, with the other rank's
+error printed. A failing rank, and rank 0 in any case (its process often holds the store), stay at their end
 until the others have read what is there, `LINGER_S` at most.
 """
 
@@ -29,11 +29,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
 from zero_strategy.comm.links import Links
 from zero_strategy.comm.processes import is_dead, own_process
 from zero_strategy.comm.waits import Notes, Waiting, Waits, find_divergence
+from zero_strategy.compat import RankStore
 from zero_strategy.errors import ShardingError, ZeroError
 from zero_strategy.log import LOGGER
 
@@ -56,7 +55,7 @@ class Watch:
         failure: The error to raise on this rank because of another, or None.
     """
 
-    def __init__(self, rank: int, world_size: int, links: Links, store: dist.Store | None = None) -> None:
+    def __init__(self, rank: int, world_size: int, links: Links, store: RankStore | None = None) -> None:
         """Begin to watch.
 
         Args:
