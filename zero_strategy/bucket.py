@@ -440,5 +440,12 @@ class Bucket:
         free_storage(self.flat)
 
 
+def publish_all(buckets: Sequence[Bucket]) -> None:
+    """Make whole parameters agree with shards that have been written, and wait. Collective."""
+    for handle in [bucket.start_publish() for bucket in buckets]:
+        if handle is not None:
+            handle.wait()
+
+
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()

@@ -21,6 +21,7 @@ from torch import nn
 from zero_strategy.bucket import Bucket
 from zero_strategy.bucketing import BucketPlan, plan_buckets, replan, summarize
 from zero_strategy.comm.collectives import Collectives
+from zero_strategy.comm.ledger import MemoryUse
 from zero_strategy.config import ZeroConfig
 from zero_strategy.log import log_event
 from zero_strategy.optim.places import Place
@@ -94,6 +95,13 @@ class BucketSet:
         """Tell whether gradients are in fp16, or would be because the config asks for it."""
         has_any = any(b.trainable and b.flat.dtype == torch.float16 for b in self.buckets)
         return has_any or self._config.fp16.enabled
+
+    def memory(self) -> MemoryUse:
+        """Return the bytes that the buckets hold."""
+        use = MemoryUse()
+        for bucket in self.buckets:
+            use.add(bucket.memory())
+        return use
 
     # -- helpers --
 

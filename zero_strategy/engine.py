@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy import root_methods
+from zero_strategy.average import Averages
 from zero_strategy.bucket import FREED_VERSION
 from zero_strategy.bucket_set import BucketSet
 from zero_strategy.bucketing import check_model, describe_model
@@ -26,7 +27,13 @@ from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.ledger import Ledger, MemoryUse
 from zero_strategy.comm.topology import Topology
 from zero_strategy.config import ZeroConfig
-from zero_strategy.engine_checks import agreed_config, check_not_sharded, check_not_wrapped
+from zero_strategy.engine_checks import (
+    agreed_config,
+    check_not_sharded,
+    check_not_wrapped,
+    needs_sharded_weight,
+    not_a_parameter,
+)
 from zero_strategy.errors import ShardingError
 from zero_strategy.intact import check_intact
 from zero_strategy.lifecycle import ParamLifecycle
@@ -53,6 +60,7 @@ class ZeroEngine:
         optimizers: What `shard_optimizer` has returned, in order.
         loss_scaler: Scales losses where trained parameters are in fp16; elsewhere its scale is 1.
         buckets: The buckets, in order of registration.
+        averages: This rank's part of every `ShardedEMA`.
     """
 
     def __init__(
@@ -99,6 +107,7 @@ class ZeroEngine:
         self._places = self._bucket_set.places
         self._masters = Masters()
         self._adopt(Adoption(model, self._bucket_set.planned(), where, param_init_fn))
+        self.averages = Averages(self._masters)
         self.optimizers: list[ShardedOptimizer] = []
         self.loss_scaler = loss_scaler or LossScaler(self.config.fp16, is_active=False)
 
@@ -130,7 +139,7 @@ class ZeroEngine:
         self._finish_construction()
 
     def _adopt(self, adoption: Adoption) -> None:
-        self.ledger.watch(self._bucket_memory)
+        self.ledger.watch(self._bucket_set.memory)
         self.ledger.watch(self._masters.memory)
         for bucket, unrounded in adoption.run(self._collectives):
             if bucket.trainable:
@@ -140,7 +149,9 @@ class ZeroEngine:
         root_methods.install(self)
         self._bucket_set.listen(self._reducer.exchange)
         self._bucket_set.listen(self._lifecycle.exchange)
+        self._bucket_set.listen(self.averages.exchange)
         self.ledger.watch(self._optimizer_memory)
+        self.ledger.watch(self.averages.memory)
         self.ledger.watch(self._collectives.memory)
         self._backward.listen(on_end=self._on_backward_end, on_abort=self.ledger.note_backward)
         if self._bucket_set.trains_fp16():
@@ -213,14 +224,7 @@ class ZeroEngine:
         except RuntimeError as error:
             if str(FREED_VERSION) not in str(error):
                 raise
-            raise ShardingError(
-                what="The backward needs a weight that is sharded at this moment.",
-                why="At stage 3 a unit is whole again for its backward when a gradient reaches what its "
-                "modules have returned; here a gradient came another way (a value kept aside, or a second "
-                "derivative).",
-                fix="Let the value be part of what the module returns, or run this forward and backward "
-                "inside `with engine.unsharded_params():`.",
-            ) from error
+            raise needs_sharded_weight() from error
         if self._backward.num_ended == before:
             self._backward.end_unseen()
 
@@ -275,6 +279,7 @@ class ZeroEngine:
         self._collectives.require_same([f"engine.{name}()"], "The call")
 
     def _require_intact(self) -> None:
+        self.averages.require_out()
         error = check_intact(self.model, self._places)
         if error is not None:
             raise error
@@ -311,14 +316,9 @@ class ZeroEngine:
         Raises:
             ShardingError: It is not one of the model's parameters.
         """
-        place = self._places.get(param)
-        if place is None:
-            raise ShardingError(
-                what=f"The tensor of shape {tuple(param.shape)} is no parameter of the sharded model.",
-                why="The engine knows the gradients of its own parameters only.",
-                fix="Pass one of `model.parameters()`.",
-            )
-        bucket, index = place
+        if param not in self._places:
+            raise not_a_parameter(param)
+        bucket, index = self._places[param]
         self._begin_call("full_grad")
         if bucket.grad_shard is None or not bucket.has_grad[index]:
             return None
@@ -344,7 +344,7 @@ class ZeroEngine:
         """
         self._require_intact()
         self._begin_call("full_state_dict")
-        masters = self._masters if dtype == torch.float32 else None
+        masters = self._masters.weights_of if dtype == torch.float32 else None
         return full_weights.gather(
             self.model, self.buckets, self._collectives, masters, dtype=dtype, trainable_only=trainable_only
         )
@@ -365,6 +365,7 @@ class ZeroEngine:
         Raises:
             CheckpointError: Shapes differ, or names do and `strict`.
         """
+        self.averages.require_out()
         self._begin_call("load_full_state_dict")
         result = full_weights.scatter(self.model, self.buckets, self._masters, state_dict, self._collectives)
         if strict:
@@ -392,7 +393,10 @@ class ZeroEngine:
             CheckpointError: Something cannot be written; on all ranks.
         """
         self._require_intact()
-        save(self._parts([] if weights_only else self.optimizers), os.fspath(path), extra)
+        parts = self.parts()
+        if weights_only:
+            parts = parts._replace(optimizers=[], averages=[])
+        save(parts, os.fspath(path), extra)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> Any:
         """Take over a checkpoint, saved at whatever world size, stage and bucket size. Collective.
@@ -411,14 +415,17 @@ class ZeroEngine:
 
     def open_checkpoint(self, path: str | os.PathLike[str]) -> OpenCheckpoint:
         """Open a checkpoint to take it over in steps, as `load_checkpoint` does at once. Collective."""
-        return OpenCheckpoint(self._parts(self.optimizers), os.fspath(path))
+        self.averages.require_out()
+        return OpenCheckpoint(self.parts(), os.fspath(path))
 
-    def _parts(self, optimizers: list[ShardedOptimizer]) -> Parts:
+    def parts(self) -> Parts:
+        """Return what checkpoints and averages are made of."""
         return Parts(
             model=self.model,
             buckets=self.buckets,
             masters=self._masters,
-            optimizers=optimizers,
+            optimizers=self.optimizers,
+            averages=self.averages.all,
             loss_scaler=self.loss_scaler,
             collectives=self._collectives,
             stage=self.config.stage,
@@ -467,12 +474,6 @@ class ZeroEngine:
         self._bucket_set.make_trainable(params)
         if self._bucket_set.trains_fp16():
             self.loss_scaler.activate()
-
-    def _bucket_memory(self) -> MemoryUse:
-        use = MemoryUse()
-        for bucket in self.buckets:
-            use.add(bucket.memory())
-        return use
 
     def _optimizer_memory(self) -> MemoryUse:
         use = MemoryUse()

@@ -1,4 +1,4 @@
-"""What is checked before an engine is built, and before it takes an optimizer.
+"""What is checked before an engine is built, and before it takes an optimizer; errors found later.
 
 Called by the engine; it must not know the engine, and changes nothing.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy import root_methods
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.config import ZeroConfig
-from zero_strategy.errors import ConfigError
+from zero_strategy.errors import ConfigError, ShardingError
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.reducer import is_watched
 
@@ -63,3 +63,26 @@ def check_not_sharded(model: nn.Module) -> ConfigError | None:
                 fix="Shard the model that holds all its parameters, once.",
             )
     return None
+
+
+# -- what is found out later --
+
+
+def needs_sharded_weight() -> ShardingError:
+    """Return what a backward raises that needs a weight which nothing has made whole."""
+    return ShardingError(
+        what="The backward needs a weight that is sharded at this moment.",
+        why="At stage 3 a unit is whole again for its backward when a gradient reaches what its modules have "
+        "returned; here a gradient came another way (a value kept aside, or a second derivative).",
+        fix="Let the value be part of what the module returns, or run this forward and backward inside "
+        "`with engine.unsharded_params():`.",
+    )
+
+
+def not_a_parameter(tensor: Tensor) -> ShardingError:
+    """Return what is raised for a tensor that is not one of the model's parameters."""
+    return ShardingError(
+        what=f"The tensor of shape {tuple(tensor.shape)} is no parameter of the sharded model.",
+        why="The engine knows the gradients of its own parameters only.",
+        fix="Pass one of `model.parameters()`.",
+    )

@@ -100,6 +100,11 @@ class Masters:
         """Return the masters of a bucket, if an optimizer has asked for them or its values were rounded."""
         return self.of(bucket) if bucket in self._unrounded else self._shards.get(bucket)
 
+    def weights_of(self, bucket: Bucket) -> Tensor | None:
+        """Return the master weights of a bucket, [owned_numel], if there are any."""
+        shard = self.existing(bucket)
+        return None if shard is None else shard.weights
+
     def take_params(self) -> None:
         """Take over the parameters' values after somebody else has written them."""
         for bucket in list(self._unrounded):

@@ -126,6 +126,9 @@ def _held(step: StepRecord, facts: _Facts) -> list[TableRow]:
         is_freed = kind == "grads" and step.memory[kind] < value
         note = "cut down to this rank's part already" if is_freed else _note(facts)
         rows.append(TableRow(what, step.memory[kind], text, value, note=note))
+    if step.memory["averages"]:
+        share = "/N" if facts.stage else ""
+        rows.append(TableRow("averages of weights", step.memory["averages"], f"4 {trainable}{share} each"))
     rows.append(TableRow("  padding in these", step.memory["padding"], "declared"))
     if facts.stage == 3:
         rows.append(TableRow("whole, for the moment", step.memory["unsharded"], _live_text(facts)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,17 +58,26 @@ def gather(
     model: nn.Module,
     buckets: Sequence[Bucket],
     collectives: Collectives,
-    masters: Masters | None = None,
+    values_of: Callable[[Bucket], Tensor | None] | None = None,
     *,
     dtype: torch.dtype | None,
     trainable_only: bool,
 ) -> dict[str, Any]:
-    """Return whole CPU tensors on rank 0, {} elsewhere. Collective. See `ZeroEngine.full_state_dict`."""
+    """Return whole CPU tensors on rank 0, {} elsewhere. Collective. See `ZeroEngine.full_state_dict`.
+
+    Args:
+        model: Whose names.
+        buckets: Where its parameters are.
+        collectives: For the gathers.
+        values_of: Gives other values than the parameters' for a bucket, [owned_numel]: masters, averages.
+        dtype: Of the result; None: the parameters' own.
+        trainable_only: Leave out frozen parameters and buffers.
+    """
     whole: dict[int, Tensor] = {}
     for bucket in buckets:
         if trainable_only and not bucket.trainable:
             continue
-        whole.update(_gather_bucket(bucket, collectives.rank == 0, masters, dtype))
+        whole.update(_gather_bucket(bucket, collectives.rank == 0, values_of, dtype))
     if collectives.rank != 0:
         return {}
     state: dict[str, Any] = {}
@@ -170,21 +179,55 @@ def require_names(result: LoadResult, *, so_far: str) -> None:
     )
 
 
+def scatter_shards(
+    model: nn.Module, shards: Mapping[Bucket, Tensor], state_dict: Mapping[str, Any], collectives: Collectives
+) -> None:
+    """Write rank 0's whole values into shards that are laid out as buckets are. Collective.
+
+    Shapes:
+        shards: [owned_numel] each; a parameter that is not in `state_dict` keeps its values.
+
+    Raises:
+        CheckpointError: A name is not the model's, or its parameter has another shape; on all ranks.
+    """
+    is_source = collectives.rank == 0
+    own = names_in(model)
+    unknown = [name for name in state_dict if name not in own] if is_source else []
+    error = _unknown_names(unknown) if unknown else None
+    collectives.agree(error or (_check_given(own, (), state_dict) if is_source else None))
+    given = set(collectives.broadcast_json(list(state_dict) if is_source else None))
+    names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
+    for bucket, shard in shards.items():
+        for index, param in enumerate(bucket.params):
+            name = names[id(param)]
+            if name not in given:
+                continue
+            whole = _received(state_dict, name, shard.dtype, shard, collectives, numel=param.numel())
+            for piece in bucket.slices:
+                if piece.param_index == index:
+                    values = whole[piece.param_start : piece.param_start + piece.numel]
+                    shard[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
+
+
 # -- helpers --
 
 
 def _gather_bucket(
-    bucket: Bucket, is_wanted: bool, masters: Masters | None, dtype: torch.dtype | None
+    bucket: Bucket,
+    is_wanted: bool,
+    values_of: Callable[[Bucket], Tensor | None] | None,
+    dtype: torch.dtype | None,
 ) -> dict[int, Tensor]:
     """Gather one bucket and let go of it before the next; return copies by the ids of its parameters."""
-    master = None if masters is None else masters.existing(bucket)
-    if master is not None:
-        flat = bucket.gather_shards(master.weights)
+    values = None if values_of is None else values_of(bucket)
+    if values is not None:
+        flat = bucket.gather_shards(values)
     else:
         # Not the whole buffer of a sharded bucket, which may hold what a user has written for a look.
         flat = bucket.gather_shards(bucket.param_shard) if bucket.policy.shard_params else bucket.flat
     pairs = zip(bucket.params, bucket.views(flat), strict=True)
-    return {id(param): _to_host(view, dtype) for param, view in pairs} if is_wanted else {}
+    kept = dtype or bucket.flat.dtype  # values of a wider dtype are rounded as parameters are
+    return {id(param): _to_host(view, kept) for param, view in pairs} if is_wanted else {}
 
 
 def _broadcast_states(states: dict[str, Any], collectives: Collectives) -> dict[str, Any]:
@@ -225,6 +268,14 @@ def _received(
 def _to_host(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     target = dtype if dtype is not None and value.is_floating_point() else value.dtype
     return value.detach().to("cpu", target, copy=True).contiguous()
+
+
+def _unknown_names(names: list[str]) -> CheckpointError:
+    return CheckpointError(
+        what=f"The model has no parameters {names[:3]} ({len(names)} names in all).",
+        why="Values are matched by name.",
+        fix="Load them into the model they were saved from. Nothing was loaded.",
+    )
 
 
 def _check_given(

@@ -60,7 +60,10 @@ VERSION: Final = 1
 
 _OWN_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}-[0-9a-f]{16}\.safetensors|manifest\.json\.[0-9a-f]{16}\.tmp")
 
-_TENSOR_NAME = re.compile(r"model/.+|extra/.+|optim/(?P<optimizer>[0-9]{1,9})/(?P<fqn>.+)/[^/]+", re.DOTALL)
+_TENSOR_NAME = re.compile(
+    r"model/.+|extra/.+|average/[0-9]{1,9}/(num_updates|weights/.+)|optim/(?P<optimizer>[0-9]{1,9})/(?P<fqn>.+)/[^/]+",
+    re.DOTALL,
+)
 
 
 class Manifest(Record):

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_strategy.bucket import publish_all
+from zero_strategy.checkpoint import averages
 from zero_strategy.checkpoint.fits import optimizers_misfit, params_misfit, saved_groups, shapes_misfit
 from zero_strategy.checkpoint.format import (
     CheckpointReader,
@@ -96,6 +98,7 @@ class OpenCheckpoint:
         self.load_weights(self.weights(), strict=False)
         if parts.optimizers:
             self.load_optimizers()
+        self.load_averages()
         return self.extra()
 
     def weights(self) -> StoredWeights:
@@ -126,9 +129,7 @@ class OpenCheckpoint:
         with torch.no_grad():
             agreed(parts.collectives, lambda: _read_params(parts, self._reader, sources))
             agreed(parts.collectives, lambda: _read_buffers(parts, self._reader, sources))
-        for handle in [bucket.start_publish() for bucket in parts.buckets]:
-            if handle is not None:
-                handle.wait()
+        publish_all(parts.buckets)
         changed = agreed(parts.collectives, lambda: self._changed(weights, stored) if is_first else {})
         scatter(parts.model, parts.buckets, parts.masters, changed, parts.collectives)
         parts.reshard_idle()
@@ -147,6 +148,12 @@ class OpenCheckpoint:
             agreed(parts.collectives, lambda: _read_optimizers(parts, self._reader))
         if self._reader.manifest.loss_scaler is not None:
             parts.loss_scaler.load_state_dict(self._reader.manifest.loss_scaler)
+
+    def load_averages(self) -> None:
+        """Take over the averages of the weights; those that were not saved begin anew."""
+        self._verify()
+        with torch.no_grad():
+            agreed(self._parts.collectives, lambda: averages.read_into(self._parts, self._reader))
 
     def extra(self) -> Any:
         """Return the user's extra state."""
@@ -172,11 +179,13 @@ class OpenCheckpoint:
         """
         if self._is_verified:
             return
-        kinds = ("model/", "extra/", "optim/") if self._parts.optimizers else ("model/", "extra/")
         collectives = self._parts.collectives
+        kinds = ["model/", "extra/"]
+        kinds += ["optim/"] if self._parts.optimizers else []
+        kinds += ["average/"] if self._parts.averages else []
         agreed(
             collectives,
-            lambda: _verify_share(self._reader, kinds, collectives.rank, collectives.world_size),
+            lambda: _verify_share(self._reader, tuple(kinds), collectives.rank, collectives.world_size),
         )
         self._is_verified = True
 

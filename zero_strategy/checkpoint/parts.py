@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from zero_strategy.average import AverageShards
 from zero_strategy.bucket import Bucket
 from zero_strategy.checkpoint.format import (
     BufferRecord,
@@ -42,6 +43,7 @@ class Parts(NamedTuple):
     masters: Masters
     optimizers: Sequence[ShardedOptimizer]
     loss_scaler: LossScaler
+    averages: Sequence[AverageShards]
     collectives: Collectives
     stage: int
     reshard_idle: Callable[[], None]  # to be called after weights have been written

@@ -136,6 +136,11 @@ def model_tensor_name(fqn: str) -> str:
     return f"model/{fqn}"
 
 
+def average_tensor_name(average_index: int, fqn: str | None = None) -> str:
+    """Name the stored tensor of a parameter in an average of the weights; None: its number of updates."""
+    return f"average/{average_index}/" + ("num_updates" if fqn is None else f"weights/{fqn}")
+
+
 def optim_tensor_name(optimizer_index: int, fqn: str, state_key: str) -> str:
     """Name the stored tensor of one optimizer state of a parameter."""
     return f"optim/{optimizer_index}/{fqn}/{state_key}"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from zero_strategy.checkpoint import averages
 from zero_strategy.checkpoint.format import (
     dtype_name,
     encode_extra,
@@ -86,6 +87,7 @@ def _what_to_store(parts: Parts, extra: Any) -> _Stored:
     plain_states: list[dict[str, dict[str, Any]]] = [{} for _ in parts.optimizers]
     for number, optimizer in enumerate(parts.optimizers):
         _collect_state(number, optimizer, parts.collectives.rank, runs, plain_states[number])
+    runs += [Run(*run) for run in averages.runs_of(parts)]
     if parts.collectives.rank != 0:
         return _Stored(runs, plain_states, None)
     runs += _buffer_runs(parts.model)

@@ -23,6 +23,7 @@ class MemoryUse:
         grads: Gradients, whole or reduced.
         master: fp32 master weights of 16-bit parameters.
         optimizer: Optimizer state (moments and the like).
+        averages: Averages of the weights, such as an EMA, in the masters' dtype.
         scalars: What the optimizer keeps per slice and not per element, such as step counters.
         unsharded: Whole flat buffers that exist for the moment, at stage 3.
         padding: How many bytes of the kinds before are padding (they are included there).
@@ -32,6 +33,7 @@ class MemoryUse:
     grads: int = 0
     master: int = 0
     optimizer: int = 0
+    averages: int = 0
     scalars: int = 0
     unsharded: int = 0
     padding: int = 0

@@ -115,6 +115,25 @@ def _class_of(namespace: str) -> Any:
     return derive(TrainerHooks, namespace, "ZeroStrategy")
 
 
+def ema_class(namespace: str) -> Any:
+    """Return the callback `ZeroEMA` of a Lightning namespace.
+
+    Args:
+        namespace: "lightning.pytorch" or "pytorch_lightning".
+
+    Returns:
+        The class; always the same object for one namespace.
+    """
+    return _ema_class_of(namespace)
+
+
+@functools.cache
+def _ema_class_of(namespace: str) -> Any:
+    from zero_strategy.lightning.callbacks import derive_callback
+
+    return derive_callback(namespace)
+
+
 def _preferred(namespaces: tuple[str, ...]) -> str:
     """Return the namespace that is imported, the first if both are, else the first that is installed."""
     for namespace in namespaces:
@@ -154,4 +173,6 @@ def __getattr__(name: str) -> Any:
         return strategy_class(_preferred(TRAINERS))
     if name == "FabricZeroStrategy":
         return strategy_class(_preferred(FABRICS))
+    if name == "ZeroEMA":
+        return ema_class(_preferred(TRAINERS))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,6 +26,7 @@ from zero_strategy.lightning.checkpoints import CheckpointHooks
 from zero_strategy.lightning.precision import to_zero_plugin
 from zero_strategy.lightning.schedulers import wait_for_updates
 from zero_strategy.lightning.settings import resolve_for_trainer
+from zero_strategy.lightning.stock_callbacks import find_writers, other_rank_refuses, refuse_at_stage_3
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
 
@@ -61,6 +62,7 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
 
     def __init__(self, stage: int | None = None, config: Any = None, **keywords: Any) -> None:
         self._engine: ZeroEngine | None = None
+        self._takes_writes = False  # whether a callback writes weights behind the engine's back
         super().__init__(stage, config, **keywords)
 
     # -- what Lightning configures before a run --
@@ -79,6 +81,15 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         return self._creating_model(super().tensor_init_context(empty_init), empty_init)
 
     # -- runtime, in the order of a run --
+
+    def setup_environment(self) -> None:
+        """Join the process group, and refuse callbacks that cannot work on shards before they run."""
+        super().setup_environment()
+        trainer = self.lightning_module.trainer
+        self._takes_writes = bool(find_writers(trainer, self.namespace))
+        error = refuse_at_stage_3(trainer, self.namespace) if self._zero_config.shards_params else None
+        if self.reduce_boolean_decision(error is not None, all=False):
+            raise error or other_rank_refuses()
 
     def setup(self, trainer: Any) -> None:
         """Shard the module, and for `fit` its new optimizers. Runs with each fit, validate, test, predict."""
@@ -162,6 +173,28 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         """Accumulate without a boundary; Lightning enters it for all but the last micro-batch of a window."""
         with self.engine.no_sync():
             yield
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """At the start of an epoch, take over what callbacks wrote at the end of the one before."""
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 0:
+            self._take_writes()
+
+    def on_validation_end(self) -> None:
+        """Take over what callbacks wrote."""
+        super().on_validation_end()
+        self._take_writes()
+
+    def on_train_end(self) -> None:
+        """Take over what callbacks wrote."""
+        super().on_train_end()
+        self._take_writes()
+
+    def _take_writes(self) -> None:
+        """Let masters and shards follow weights that a callback has written or bound to other memory."""
+        if self._takes_writes:
+            with self.engine.unsharded_params(writeback=True):
+                pass
 
     def teardown(self) -> None:
         """End a run and keep the engine. See [Note: The model stays where it is]."""
