@@ -134,8 +134,8 @@ class Averages:
             what="The weights are an average at this moment, not what is trained.",
             why="A step would train the average, and a checkpoint would hold it in the place of the weights.",
             fix="Call swap_out() on the ShardedEMA first, on all ranks (an exception inside `swapped()` "
-            "leaves the average in place, since it may have met one rank only). Its full_state_dict() exports "
-            "the average.",
+            "leaves the average in place, since it may have met one rank only). Its full_state_dict() "
+            "exports the average.",
         )
 
     def memory(self) -> MemoryUse:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
@@ -217,6 +218,7 @@ def test_lightnings_callbacks_that_write_weights_equal_ddp_below_stage_3() -> No
                     assert torch.equal(masters[key].to(value.dtype), value), key
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_lightnings_averages_resume_as_under_ddp_below_stage_3(tmp_path: Path) -> None:
     for name in ("EMA", "SWA"):

@@ -83,7 +83,7 @@ class ZeroEMAHooks(_Base):  # type: ignore[misc]
         self._attach(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load the average again where finetuning callbacks have unfrozen something since, to have all of it."""
+        """Load the average again, all of it, if finetuning callbacks have unfrozen something since."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None and self.ema.engine.buckets != self._loaded_into:
             self.ema.load_state_dict(loaded)
