@@ -61,6 +61,7 @@ class ZeroEngine:
         loss_scaler: Scales losses where trained parameters are in fp16; elsewhere its scale is 1.
         buckets: The buckets, in order of registration.
         averages: This rank's part of every `ShardedEMA`.
+        watch, stop: For front ends: ends all ranks when one fails; ends them together after a backward.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class ZeroEngine:
         self.model = model
         self.ledger = Ledger()
         self._collectives = Collectives(topology, self.ledger)
+        self.watch, self.stop = topology.watch, self._collectives.stop
         self._collectives.agree(
             check_not_sharded(model) or check_model(model) or check_first_values(model, param_init_fn, device)
         )

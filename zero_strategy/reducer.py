@@ -249,11 +249,13 @@ class GradReducer:
         message.append(bool(unfrozen))
         message.append(self._collectives.rank == 0 and new_order != self._order)
         gathered = self._gather_order()
-        flags = torch.tensor(
-            [*message, *gathered, *(255 - byte for byte in gathered)], dtype=torch.uint8, device="cpu"
-        )
+        orders = [*gathered, *(255 - byte for byte in gathered)]
+        stop = self._collectives.stop
+        flags = torch.tensor([*message, *orders, stop.asked], dtype=torch.uint8, device="cpu")
         self._collectives.maximum(flags)
-        _check_same_order(flags[len(message) :].tolist())
+        *others_orders, asked = flags[len(message) :].tolist()
+        _check_same_order(others_orders)
+        stop.agree(asked)
         answer = [bool(flag) for flag in flags[: len(message)].tolist()]
         if answer[-2]:
             self._refuse(unfrozen)

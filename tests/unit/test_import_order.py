@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2] / PACKAGE
 ORDER = [
     "errors", "log", "compat", "tensors", "config_keys", "config_source", "config", "loss_scaler",
     "layout", "bucketing", "estimate",
-    "comm.waits", "comm.processes", "comm.links", "comm.watch",
+    "comm.stops", "comm.causes", "comm.waits", "comm.processes", "comm.links", "comm.watch",
     "comm.topology", "comm.ledger", "comm.ordered", "comm.collectives",
     "buffers", "placeholder", "bucket", "materialize", "module_buffers", "precision", "average",
     "passes", "lifecycle", "reducer",

@@ -22,6 +22,7 @@ from torch import Tensor
 from zero_strategy import compat
 from zero_strategy.comm import ordered
 from zero_strategy.comm.ledger import Ledger, MemoryUse
+from zero_strategy.comm.stops import StopRequest
 from zero_strategy.comm.topology import Topology
 from zero_strategy.comm.waits import Channel, Ticket
 from zero_strategy.errors import CheckpointError, ConfigError, OffloadError, ShardingError, ZeroError
@@ -74,6 +75,7 @@ class Collectives:
         self.world_size = topology.world_size
         self._topology = topology
         self._watch = topology.watch
+        self.stop = StopRequest()
         self._ledger = ledger
         self._receive = ordered.ReceiveBuffer()
 
@@ -291,7 +293,9 @@ class Collectives:
             if found is not None:
                 name, what, why, fix = found
                 where = f"[rank {rank}] " if len(everybodys) > 1 else ""
-                raise _AGREED.get(name, ShardingError)(what=f"{where}{what}", why=why, fix=fix) from error
+                agreed = _AGREED.get(name, ShardingError)(what=f"{where}{what}", why=why, fix=fix)
+                self._watch.agreed = agreed
+                raise agreed from error
 
 
 _AGREED: dict[str, type[ZeroError]] = {

@@ -78,12 +78,8 @@ class Topology:
         self.reduce_group = dist.new_group(timeout=timeout)
         self.control_group = dist.new_group(timeout=timeout, backend="fake" if is_fake else "gloo")
         links.note([self.gather_group, self.reduce_group], self.native)
-        if self.world_size > 1 and not is_fake:
-            # The name of a group is the same on all ranks and no other group's.
-            store = store_of_ranks(f"zero_strategy/{self.control_group.group_name}")
-            self.watch = Watch(self.rank, self.world_size, links, store)
-            dist.barrier(group=self.control_group)  # every rank has left its first words
-            self.watch.start()
+        # The name of a group is the same on all ranks and no other group's.
+        self.watch = watch_ranks(self.control_group.group_name, links, self.control_group)
         if self.native:
             self._connect()
 
@@ -119,6 +115,22 @@ def usual_device() -> torch.device:
         if not {"", "cpu"} & set(kinds) and torch.accelerator.is_available():
             return torch.device(kinds[0], torch.accelerator.current_device_index())
     return torch.device("cpu")
+
+
+def watch_ranks(name: str, links: Links, group: dist.ProcessGroup | None = None) -> Watch:
+    """Begin to watch the ranks of the default process group. Collective; degenerates without others.
+
+    Args:
+        name: The same on all ranks, and of no other watch that goes on.
+        links: What is to be cut when a rank has failed.
+        group: For the one collective of the beginning.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or "fake" in str(dist.get_backend_config()):
+        return Watch(0, 1, links)
+    watch = Watch(dist.get_rank(), dist.get_world_size(), links, store_of_ranks(f"zero_strategy/{name}"))
+    dist.barrier(group=group)  # every rank has left its first words
+    watch.start()
+    return watch
 
 
 def _backend_for(device: torch.device, config: str) -> str:

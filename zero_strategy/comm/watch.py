@@ -23,17 +23,16 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from zero_strategy.comm import causes
 from zero_strategy.comm.links import Links
 from zero_strategy.comm.processes import is_dead, own_process
 from zero_strategy.comm.waits import Notes, Waiting, Waits, find_divergence
 from zero_strategy.compat import RankStore
-from zero_strategy.errors import ShardingError, ZeroError
+from zero_strategy.errors import ShardingError
 from zero_strategy.log import LOGGER
 
 POLL_S = 1.0  # one small request to the store each time
@@ -42,9 +41,10 @@ REPORT_S = 60.0  # and is reported after so long
 GRACE_S = 10.0  # see [Note: The end of a process]
 LINGER_S = 3.0
 EXPLAIN_S = 2.0  # a connection may break before the rank at its other end has written why
-_TRACEBACK_CHARS = 4000
-_FAILED = "failed"
+_NOBODY = "none"  # has failed
 _RUNNING, _SEEN, _LEFT = "", "seen", "left"
+
+_T = TypeVar("_T")
 
 
 class Watch:
@@ -52,7 +52,8 @@ class Watch:
 
     Attributes:
         waits: What this rank has begun and what it waits for.
-        failure: The error to raise on this rank because of another, or None.
+        failure: What to raise on this rank instead of beginning a collective, or None.
+        agreed: The last error that all ranks have raised together.
     """
 
     def __init__(self, rank: int, world_size: int, links: Links, store: RankStore | None = None) -> None:
@@ -67,15 +68,19 @@ class Watch:
         """
         self.waits = Waits()
         self.failure: ShardingError | None = None
+        self.agreed: BaseException | None = None
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._links = links
         self._store = store
         self._pid = os.getpid()
+        self._processes: dict[int, list[str]] = {}  # of the other ranks
+        self._is_lost = False  # the store has gone with the process that held it
         self._lock = threading.Lock()  # the store is used by the thread and by who fails
         self._stop = threading.Event()
         self._is_failing = False  # this rank has an error of its own, or has raised `failure`
         self._deadline = 0.0  # when this process is ended, once `failure` is known
+        self._run_number = 0  # a late word about the run before must not end this one
         self._beat = 0
         self._heard: dict[int, Notes] = {}  # by rank: the first note of the wait it is in
         self._reported = 0  # the serial of the wait reported last
@@ -86,12 +91,13 @@ class Watch:
         self._write(f"who/{rank}", json.dumps(own_process()))
         self._write(f"state/{rank}", _RUNNING)
         self._write(f"waits/{rank}", "")
-        store.compare_set(_FAILED, "", "none")
+        self._open_run()
 
     def start(self) -> None:
         """Start the thread. To be called when the watch of every rank has been constructed."""
         if self._store is None or self._thread is not None:
             return
+        self._processes = {other: json.loads(self._read(f"who/{other}") or "[]") for other in self._others}
         self._next_hook, sys.excepthook = sys.excepthook, self._on_unhandled
         self._thread = threading.Thread(target=self._run, name="zero_strategy.watch", daemon=True)
         self._thread.start()
@@ -108,8 +114,7 @@ class Watch:
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._on_unhandled:
             sys.excepthook = self._next_hook
-        with suppress(RuntimeError):
-            self._write(f"state/{self._rank}", _LEFT)
+        self._write(f"state/{self._rank}", _LEFT)
         self._store = None
 
     # -- on the main thread --
@@ -125,96 +130,123 @@ class Watch:
             raise self.failure
 
     def explain(self, what: str, error: BaseException) -> ShardingError:
-        """Return what to raise for a collective that raised: the failure of another rank if there is one."""
+        """Return what to raise for a collective that raised: what happened to another rank, if that is known.
+
+        Args:
+            what: The collective, for the message.
+            error: What it raised.
+        """
+        cause = self._find_cause(f"{what} did not finish.") or causes.unexplained(what, error)
+        self._is_failing = True
+        return cause
+
+    def _find_cause(self, consequence: str) -> ShardingError | None:
+        """Look for what has broken a connection; the rank at its other end may be about to write it."""
         deadline = time.monotonic() + (EXPLAIN_S if self._store is not None else 0.0)
         while self.failure is None and time.monotonic() < deadline:
-            self._look_quietly()
-            if self.failure is None:
+            self._look()
+            dead = next((other for other in self._others if is_dead(self._processes[other])), None)
+            if dead is not None and self.failure is None:
+                self._end_all(causes.has_died(dead, consequence))
+            elif self._is_lost:
+                break
+            elif self.failure is None:
                 time.sleep(0.1)
-        self._is_failing = True
-        return self.failure or _unexplained(what, error)
+        return self.failure
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one ends by an error. The first that a run has counts."""
-        if self._store is None or os.getpid() != self._pid:
+        """Tell the other ranks that this one ends by an error. The first that a run has counts.
+
+        Args:
+            error: What ends it. One that all ranks have agreed to raise is no news and changes nothing.
+        """
+        if self._store is None or os.getpid() != self._pid or error is self.agreed:
             return
         self._is_failing = True
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        name = type(error).__name__
-        text = str(error.what if isinstance(error, ZeroError) else error)
-        self._post(
-            what=f"Rank {self._rank} has failed: {name}{': ' if text else ''}{text}",
-            why="All ranks take part in every gather and reduction, so this one cannot go on without it. "
-            f"There:\n{''.join(lines)[-_TRACEBACK_CHARS:].rstrip()}",
-            fix=f"Find the cause on rank {self._rank}.",
-        )
+        self._post(causes.has_failed(self._rank, error))
+        if self.failure is None:
+            self.failure = causes.after_failure(error)
+
+    def fail_or_explain(self, error: BaseException) -> ShardingError | None:
+        """Report an error that ends this rank, unless another rank's is behind it.
+
+        Returns:
+            The other rank's, or None.
+        """
+        if self._store is None or os.getpid() != self._pid:
+            return None
+        is_broken = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
+        if not is_broken:
+            self.fail(error)
+            return None
+        cause = self._find_cause("This rank stood in a collective.")
+        self._is_failing = True
+        if cause is None:
+            self.fail(error)
+        return cause
+
+    def give_up(self, why: str) -> None:
+        """End all ranks because this one cannot go on; may be called by any thread."""
+        self._post(causes.was_stopped(self._rank, why))
 
     def forgive(self) -> None:
-        """Take back what `fail` has told: the error was caught and a new run begins on all ranks."""
-        self._is_failing, self.failure = False, None
+        """Begin a new run on all ranks, whatever the last one ended by. To be called on all ranks."""
+        self._is_failing, self.failure, self.agreed = False, None, None
+        self._run_number += 1
         if self._store is not None:
             self._write(f"state/{self._rank}", _RUNNING)
-            self._write(_FAILED, "none")
+            self._open_run()
 
     def _on_unhandled(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if self._store is not None and os.getpid() == self._pid:
-            self._is_failing = True
-            self._look_quietly()
-            if self.failure is None:
-                with suppress(RuntimeError):
-                    self.fail(error)
+        # What it explains has been logged.
+        self.fail_or_explain(error)
         self._next_hook(kind, error, trace)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
-        with suppress(RuntimeError):
-            self._write(f"state/{self._rank}", _SEEN if self._is_failing else _LEFT)
-            if self._is_failing or self._rank == 0:
-                self._linger()
+        self._write(f"state/{self._rank}", _SEEN if self._is_failing else _LEFT)
+        if self._is_failing or self._rank == 0:
+            self._linger()
         self.close()
 
     def _linger(self) -> None:
         """Wait until the others have read the store. See [Note: The end of a process]."""
         deadline = time.monotonic() + LINGER_S
-        while time.monotonic() < deadline:
-            states = {other: self._read(f"state/{other}") for other in self._others}
-            if all(state or self._is_dead(other) for other, state in states.items()):
-                return
+        remaining = list(self._others)
+        while remaining and not self._is_lost and time.monotonic() < deadline:
             time.sleep(0.05)
+            remaining = [
+                other
+                for other in remaining
+                if not (self._read(f"state/{other}") or is_dead(self._processes[other]))
+            ]
 
     # -- on the thread --
 
     def _run(self) -> None:
         while not self._stop.wait(POLL_S):
-            if not self._look_quietly():
-                break
+            self._look()
             waiting = self.waits.current
             if self.failure is not None:
                 self._get_out(waiting)
             elif waiting is not None and time.monotonic() - waiting.since > LONG_WAIT_S:
-                with suppress(RuntimeError):
-                    self._look_into(waiting)
-            elif self._heard:
+                self._look_into(waiting)
+            else:
                 self._heard.clear()
 
-    def _look_quietly(self) -> bool:
-        """Read whether a rank has failed; return whether the store could be read."""
-        try:
-            found = self._read(_FAILED)
-        except RuntimeError:
-            return False  # gone with the process that held it, at the end of a run as a rule
-        if found not in ("", "none") and self.failure is None:
-            fields = json.loads(found)
-            self.failure = ShardingError(**fields)
-            self._deadline = time.monotonic() + GRACE_S
-            if not self._is_failing:
-                LOGGER.error("[rank %d] %s", self._rank, self.failure)
-            with suppress(RuntimeError):
-                self._write(f"state/{self._rank}", _SEEN)
-        return True
+    def _look(self) -> None:
+        """Read whether a rank has failed."""
+        found = self._read(self._failed_key())
+        if found in ("", _NOBODY) or self.failure is not None:
+            return
+        self.failure = ShardingError(**json.loads(found))
+        self._deadline = time.monotonic() + GRACE_S
+        if not self._is_failing:
+            LOGGER.error("[rank %d] %s", self._rank, self.failure)
+        self._write(f"state/{self._rank}", _SEEN)
 
     def _get_out(self, waiting: Waiting | None) -> None:
         if waiting is not None:
@@ -234,28 +266,27 @@ class Watch:
         self._beat += 1
         note = self.waits.notes(self._rank, waiting, self._beat)
         self._write(f"waits/{self._rank}", json.dumps(note.to_json()))
+        consequence = f"Rank {self._rank} waits in {waiting.ticket.what}."
         for other in self._others:
-            if self._has_ended(other, waiting):
-                return
+            if is_dead(self._processes[other]):
+                return self._end_all(causes.has_died(other, consequence))
+            if self._read(f"state/{other}") == _LEFT:
+                return self._end_all(causes.has_left(other, consequence))
         notes = self._steady_notes()
         if (parted := find_divergence(notes, len(self._others) + 1)) is not None:
-            self._post(
-                what=parted,
-                why="A collective needs all ranks, in one order; these can never meet.",
-                fix="Every rank must run the same modules in the same order, and as many batches, forwards, "
-                "backwards, steps and calls of the engine as the others. A module that runs on some ranks "
-                "only must be one unit with its siblings: name its parent in "
-                "zero_optimization.leaf_module.classes or .names.",
-            )
+            self._end_all(causes.have_parted(parted))
         elif time.monotonic() - waiting.since > REPORT_S and self._reported != waiting.serial:
             self._reported = waiting.serial
-            waiting_too = {note.rank for note in notes} | {self._rank}
-            if min(waiting_too) == self._rank:
-                busy = [rank for rank in range(len(self._others) + 1) if rank not in waiting_too]
-                LOGGER.warning(
-                    "Rank %d has waited %d s in %s; ranks that wait for nobody: %s.",
-                    self._rank, REPORT_S, waiting.ticket.what, busy or "none",
-                )  # fmt: skip
+            self._report(waiting, {note.rank for note in notes} | {self._rank})
+
+    def _report(self, waiting: Waiting, ranks: set[int]) -> None:
+        """Say who waits, on one of the ranks that do."""
+        if min(ranks) == self._rank:
+            busy = [rank for rank in range(len(self._others) + 1) if rank not in ranks]
+            LOGGER.warning(
+                "Rank %d has waited %d s in %s. Ranks that wait for nobody: %s.",
+                self._rank, REPORT_S, waiting.ticket.what, busy or "none",
+            )  # fmt: skip
 
     def _steady_notes(self) -> list[Notes]:
         """Return the notes of ranks, this one too, that have waited in one place since they were seen."""
@@ -272,57 +303,41 @@ class Watch:
                 steady.append(note)
         return steady
 
-    def _has_ended(self, other: int, waiting: Waiting) -> bool:
-        if self._is_dead(other):
-            what = f"The process of rank {other} has died without a word"
-            why = "It was killed (by a signal, or for memory), or has crashed."
-        elif self._read(f"state/{other}") == _LEFT and self._read(_FAILED) == "none":
-            what = f"Rank {other} has ended"
-            why = "Its process, or its engine, has come to its end before this rank's has."
-        else:
-            return False
-        self._post(
-            what=f"{what}, and rank {self._rank} waits for it in {waiting.ticket.what}.",
-            why=why,
-            fix=f"Look at the output of rank {other}, and at the machine's log. Every rank must make the "
-            "same calls, with as many batches.",
-        )
-        return True
-
     # -- helpers --
 
-    def _is_dead(self, other: int) -> bool:
-        text = self._read(f"who/{other}")
-        return bool(text) and is_dead(json.loads(text))
+    def _failed_key(self) -> str:
+        return f"failed/{self._run_number}"
 
-    def _post(self, *, what: str, why: str, fix: str) -> None:
-        if self._store is None:
-            return
-        with self._lock:
-            self._store.compare_set(_FAILED, "none", json.dumps({"what": what, "why": why, "fix": fix}))
+    def _open_run(self) -> None:
+        """Say that nobody has failed in this run, unless somebody has already."""
+        self._ask(lambda store: store.compare_set(self._failed_key(), "", _NOBODY))
+
+    def _end_all(self, error: ShardingError) -> None:
+        """End all ranks, this one too. The first error that a run has counts."""
+        self._post(error)
+        self._look()
+        if self.failure is None:  # nobody can be told any more
+            self._deadline = time.monotonic() + GRACE_S
+            self.failure = error
+
+    def _post(self, error: ShardingError) -> None:
+        text = json.dumps({"what": error.what, "why": error.why, "fix": error.fix})
+        self._ask(lambda store: store.compare_set(self._failed_key(), _NOBODY, text))
 
     def _read(self, key: str) -> str:
-        store = self._store
-        if store is None:
-            return ""
-        with self._lock:
-            return store.get(key).decode()
+        return (self._ask(lambda store: store.get(key)) or b"").decode()
 
     def _write(self, key: str, value: str) -> None:
+        self._ask(lambda store: store.set(key, value))
+
+    def _ask(self, request: Callable[[RankStore], _T]) -> _T | None:
+        """Make a request to the store, or none if it is gone with the process that held it."""
         store = self._store
-        if store is not None:
+        if store is None or self._is_lost:
+            return None
+        try:
             with self._lock:
-                store.set(key, value)
-
-
-def _unexplained(what: str, error: BaseException) -> ShardingError:
-    return ShardingError(
-        what=f"{what} did not finish: {str(error).splitlines()[0]}",
-        why="Another rank has ended, or ran other code than this one and never joined in. Every rank must "
-        "run the same forwards, backwards and steps in the same order.",
-        fix="Look at the other ranks' errors first. If there is none: was a call made on one rank only "
-        "(save_checkpoint, full_state_dict, clip_grad_norm_ and step are for all ranks)? Do ranks have "
-        "different numbers of batches, or does the model choose its modules by a rank's own data? Such "
-        "modules are one unit if they are named in zero_optimization.leaf_module. Waiting ends at the "
-        "process group's timeout (init_process_group(timeout=...)).",
-    )
+                return request(store)
+        except RuntimeError:
+            self._is_lost = True
+            return None

@@ -16,10 +16,14 @@ import torch
 from torch import nn
 
 from zero_strategy import root_methods
+from zero_strategy.comm.links import Links
+from zero_strategy.comm.topology import watch_ranks
+from zero_strategy.comm.watch import Watch
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError
 from zero_strategy.lightning.checkpoint_files import check_type
+from zero_strategy.lightning.endings import reporting
 from zero_strategy.lightning.other_strategies import refuse_others_keywords
 from zero_strategy.lightning.settings import load_config, shards_alike
 from zero_strategy.loss_scaler import LossScaler
@@ -58,7 +62,13 @@ class ZeroStrategyBase(_Base):  # type: ignore[misc]
         refuse_others_keywords(keywords)
         self._zero_config: ZeroConfig = load_config(stage, config, keywords)
         _refuse_spawn(self._zero_config, ddp_keywords.get("start_method", "popen"))
+        self._early_watch: Watch | None = None
         super().__init__(**ddp_keywords)
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method == "popen":
+            reporting(self._launcher, self._watches, self._is_agreed)
 
     def setup_environment(self) -> None:
         """Refuse what cannot work, then begin as `DDPStrategy` does."""
@@ -70,6 +80,26 @@ class ZeroStrategyBase(_Base):  # type: ignore[misc]
                 fix="Leave the plugin out, or use state_dict_type='full'.",
             )
         super().setup_environment()
+        # Until there is an engine, which has a watch of its own.
+        self._end_early_watch()
+        self._early_watch = watch_ranks("launch", Links())
+
+    def _end_early_watch(self) -> None:
+        if self._early_watch is not None:
+            self._early_watch.close()
+        self._early_watch = None
+
+    def _watches(self) -> list[Watch]:
+        """Return what to report a failure of this rank to."""
+        early = [] if self._early_watch is None else [self._early_watch]
+        return early + [engine.watch for engine in self._engines_now()]
+
+    def _engines_now(self) -> list[ZeroEngine]:
+        raise NotImplementedError
+
+    def _is_agreed(self, error: BaseException) -> bool:
+        """Tell whether an exception is raised by all ranks together."""
+        return False
 
     @property
     def _is_sharded(self) -> bool:

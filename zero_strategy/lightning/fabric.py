@@ -130,7 +130,11 @@ class FabricHooks(FabricCheckpointHooks, ZeroStrategyBase):
             self.precision.loss_scaler = engine.loss_scaler
         self._engines = [weakref.ref(known) for known in self._living_engines() if known is not engine]
         self._engines.append(weakref.ref(engine))
+        self._end_early_watch()
         return engine
+
+    def _engines_now(self) -> list[ZeroEngine]:
+        return self._living_engines()
 
     def _wrap(self, module: nn.Module) -> ForwardModule:
         forward_module = ForwardModule(module)

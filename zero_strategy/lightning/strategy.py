@@ -23,6 +23,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ShardingError
 from zero_strategy.lightning.base import ZeroStrategyBase, reusable_engine
 from zero_strategy.lightning.checkpoints import CheckpointHooks
+from zero_strategy.lightning.endings import SignalStops
 from zero_strategy.lightning.precision import to_zero_plugin
 from zero_strategy.lightning.schedulers import wait_for_updates
 from zero_strategy.lightning.settings import resolve_for_trainer
@@ -63,6 +64,8 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
     def __init__(self, stage: int | None = None, config: Any = None, **keywords: Any) -> None:
         self._engine: ZeroEngine | None = None
         self._takes_writes = False  # whether a callback writes weights behind the engine's back
+        self._stops: SignalStops | None = None
+        self._is_fitting = False
         super().__init__(stage, config, **keywords)
 
     # -- what Lightning configures before a run --
@@ -95,7 +98,8 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         """Shard the module, and for `fit` its new optimizers. Runs with each fit, validate, test, predict."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == "fit"
+        fitting = self._is_fitting = trainer.state.fn == "fit"
+        self._stops = SignalStops(self.namespace)
         precision = str(self.precision_plugin.precision)
         config = resolve_for_trainer(self._zero_config, trainer, precision, self.world_size)
         self._engine = self._engine_for(config, precision, fitting)
@@ -104,6 +108,7 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._end_early_watch()
 
     def _engine_for(self, config: ZeroConfig, precision: str, fitting: bool) -> ZeroEngine:
         """Return the engine a former run left on the module if it does what this one asks, else a new one."""
@@ -148,8 +153,44 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         scaler = getattr(self.precision_plugin, "scaler", None)
         return scaler is not None or self.engine.loss_scaler.is_active
 
+    def on_train_start(self) -> None:
+        """Take signals from here on; Lightning has installed its own handlers just before."""
+        super().on_train_start()
+        self._take_signals()
+
+    def on_validation_start(self) -> None:
+        """As `on_train_start`."""
+        super().on_validation_start()
+        self._take_signals()
+
+    def on_test_start(self) -> None:
+        """As `on_train_start`."""
+        super().on_test_start()
+        self._take_signals()
+
+    def on_predict_start(self) -> None:
+        """As `on_train_start`."""
+        super().on_predict_start()
+        self._take_signals()
+
+    def _take_signals(self) -> None:
+        if not getattr(self.cluster_environment, "auto_requeue", False):  # SLURM's have another meaning
+            assert self._stops is not None, "made by setup"
+            self._stops.install(self.engine.stop if self._is_fitting else None, self.engine.watch)
+
+    def _raise_agreed_stop(self) -> None:
+        assert self._stops is not None, "made by setup"
+        self._stops.raise_agreed()
+
+    def _engines_now(self) -> list[ZeroEngine]:
+        return [] if self._engine is None else [self._engine]
+
+    def _is_agreed(self, error: BaseException) -> bool:
+        return self._stops is not None and error is self._stops.raised
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step` as one forward of the root module."""
+        self._raise_agreed_stop()
         with self.engine.forward_scope():
             return super().training_step(*args, **kwargs)
 
@@ -186,9 +227,10 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         self._take_writes()
 
     def on_train_end(self) -> None:
-        """Take over what callbacks wrote."""
+        """Take over what callbacks wrote; stop if a rank was asked to in the last step."""
         super().on_train_end()
         self._take_writes()
+        self._raise_agreed_stop()
 
     def _take_writes(self) -> None:
         """Let masters and shards follow weights that a callback has written or bound to other memory."""
@@ -198,6 +240,8 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
 
     def teardown(self) -> None:
         """End a run and keep the engine. See [Note: The model stays where it is]."""
+        if self._stops is not None:
+            self._stops.remove()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
