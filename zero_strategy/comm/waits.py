@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 Channel = Literal["gather", "reduce", "control", "other"]
@@ -126,17 +125,20 @@ def find_divergence(notes: Sequence[Notes], world_size: int) -> str | None:
 
 
 def _first_difference(channel: str, notes: Sequence[Notes]) -> str | None:
-    found: list[tuple[int, str]] = []
-    for one, other in pairwise(notes):
-        ours, theirs = _numbered(one, channel), _numbered(other, channel)
-        number = min((n for n in ours.keys() & theirs.keys() if ours[n] != theirs[n]), default=None)
-        if number is not None:
-            text = (
-                f"Ranks have parted: {_lower(ours[number])} on rank {one.rank}, {_lower(theirs[number])} on "
-                f"rank {other.rank}, each as number {number + 1} of its kind."
-            )
-            found.append((number, text))
-    return min(found)[1] if found else None
+    by_rank = {note.rank: _numbered(note, channel) for note in notes}
+    numbers = {number for names in by_rank.values() for number in names}
+    for number in sorted(numbers):
+        ranks: dict[str, list[str]] = {}
+        for rank, names in by_rank.items():
+            if number in names:
+                ranks.setdefault(names[number], []).append(str(rank))
+        if len(ranks) > 1:
+            places = [
+                f"{_lower(what)} on rank{'s' if len(where) > 1 else ''} {', '.join(where)}"
+                for what, where in ranks.items()
+            ]
+            return f"Ranks have parted: {'; '.join(places)}; each as number {number + 1} of its kind."
+    return None
 
 
 def _numbered(note: Notes, channel: str) -> dict[int, str]:

@@ -145,9 +145,8 @@ class Watch:
         deadline = time.monotonic() + (EXPLAIN_S if self._store is not None else 0.0)
         while self.failure is None and time.monotonic() < deadline:
             self._look()
-            dead = next((other for other in self._others if is_dead(self._processes[other])), None)
-            if dead is not None and self.failure is None:
-                self._end_all(causes.has_died(dead, consequence))
+            if self.failure is None and (gone := self._find_gone(consequence)) is not None:
+                self._end_all(gone)
             elif self._is_lost:
                 break
             elif self.failure is None:
@@ -267,15 +266,15 @@ class Watch:
         note = self.waits.notes(self._rank, waiting, self._beat)
         self._write(f"waits/{self._rank}", json.dumps(note.to_json()))
         consequence = f"Rank {self._rank} waits in {waiting.ticket.what}."
-        for other in self._others:
-            if is_dead(self._processes[other]):
-                return self._end_all(causes.has_died(other, consequence))
-            if self._read(f"state/{other}") == _LEFT:
-                return self._end_all(causes.has_left(other, consequence))
+        if (gone := self._find_gone(consequence)) is not None:
+            self._end_all(gone)
+            return
         notes = self._steady_notes()
-        if (parted := find_divergence(notes, len(self._others) + 1)) is not None:
-            self._end_all(causes.have_parted(parted))
-        elif time.monotonic() - waiting.since > REPORT_S and self._reported != waiting.serial:
+        parted = find_divergence(notes, len(self._others) + 1)
+        waited_s = time.monotonic() - waiting.since
+        if parted is not None and (len(notes) > len(self._others) or waited_s > 2 * LONG_WAIT_S):
+            self._end_all(causes.have_parted(parted))  # named better once all have told
+        elif waited_s > REPORT_S and self._reported != waiting.serial:
             self._reported = waiting.serial
             self._report(waiting, {note.rank for note in notes} | {self._rank})
 
@@ -311,6 +310,15 @@ class Watch:
     def _open_run(self) -> None:
         """Say that nobody has failed in this run, unless somebody has already."""
         self._ask(lambda store: store.compare_set(self._failed_key(), "", _NOBODY))
+
+    def _find_gone(self, consequence: str) -> ShardingError | None:
+        """Look for a rank that will never join in again."""
+        for other in self._others:
+            if is_dead(self._processes[other]):
+                return causes.has_died(other, consequence)
+            if self._read(f"state/{other}") == _LEFT:
+                return causes.has_left(other, consequence)
+        return None
 
     def _end_all(self, error: ShardingError) -> None:
         """End all ranks, this one too. The first error that a run has counts."""

@@ -50,6 +50,7 @@ class SignalStops:
         self._former_fd = -1
         self._pipe: tuple[socket.socket, socket.socket] | None = None
         self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
         self.raised: BaseException | None = None  # by all ranks together
 
     def install(self, stop: StopRequest | None, watch: Watch) -> None:
@@ -70,9 +71,10 @@ class SignalStops:
         # A handler waits until Python code runs again on the main thread; this does not.
         self._former_fd = signal.set_wakeup_fd(self._pipe[1].fileno(), warn_on_full_buffer=False)
         self._former = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._listen, args=self._pipe[:1], name="zero_strategy.signals", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def remove(self) -> None:
         """Put the former handlers back. Safe to call twice."""
@@ -85,6 +87,8 @@ class SignalStops:
         signal.set_wakeup_fd(self._former_fd)
         self._pipe[1].close()
         self._pipe = None
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
 
     def raise_agreed(self) -> None:
         """Raise what a rank was asked if all know of it. To be called at the same point on all ranks."""
