@@ -98,15 +98,14 @@ def plan_buckets(model: nn.Module, config: ZeroConfig) -> list[BucketPlan]:
     Returns:
         The buckets in the order of their first parameter's registration. Every parameter is in exactly one.
     """
-    zero = config.zero_optimization
     whole_policy = _POLICY_OF_STAGE[min(config.stage, 2)]
     policy = _POLICY_OF_STAGE[config.stage]
     units = find_units(model, config) if policy.shard_params else {}
+    persistent = _persistent(model, config) if policy.shard_params else set()
     owners = _owners(model)
     groups: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
     for fqn, param in model.named_parameters():
-        persistent = param.numel() < zero.stage3_param_persistence_threshold
-        kept_whole = not policy.shard_params or persistent
+        kept_whole = not policy.shard_params or param in persistent
         homes = {units.get(owner, model) for owner in owners[param]}
         kind = _Kind(
             unit=model if kept_whole or len(homes) > 1 else homes.pop(),
@@ -279,6 +278,20 @@ def _check_parameters(model: nn.Module) -> ConfigError | None:
                 f"`module.weight = other.weight` ({second!r} = {first!r}).",
             )
     return None
+
+
+def _persistent(model: nn.Module, config: ZeroConfig) -> set[nn.Parameter]:
+    """Return the parameters that stay whole for being small, the smallest first as long as there is room."""
+    zero = config.zero_optimization
+    small = [p for p in model.parameters() if p.numel() < zero.stage3_param_persistence_threshold]
+    chosen: set[nn.Parameter] = set()
+    numel = 0
+    for param in sorted(small, key=lambda param: param.numel()):
+        numel += param.numel()
+        if numel > zero.stage3_model_persistence_threshold:
+            break
+        chosen.add(param)
+    return chosen
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:

@@ -1,8 +1,8 @@
 """The configuration: the `ds_config.json` schema as frozen models.
 
-Owns the honoured keys (they are the fields below), their checks and defaults, and the step from what a user
-wrote to what the engine reads: `load` accepts, `resolve` completes. Called by the engine and every front end.
-The other keys of the schema stand in `config_keys.py`, reading in `config_source.py`. Must not know models,
+Owns the top level of the schema and the step from what a user wrote to what the engine reads: `load` accepts,
+`resolve` completes. Called by the engine and every front end. The honoured keys are the fields, here and in
+`config_blocks.py`; the others stand in `config_keys.py`, reading in `config_source.py`. Must not know models,
 optimizers or process groups; the world size is passed in.
 """
 
@@ -11,10 +11,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, StrictBool, ValidationError
+from pydantic import BaseModel, PrivateAttr, StrictBool, ValidationError
 
+from zero_strategy.config_blocks import (
+    UNWRITTEN,
+    Bf16,
+    Block,
+    Count,
+    DataTypes,
+    Fp16,
+    Norm,
+    Positive,
+    WireDtype,
+    ZeroOptimization,
+)
 from zero_strategy.config_keys import AUTO, AUTO_HINTS, KEY_RULES, STAGES_OF_KEY
 from zero_strategy.config_source import (
     BATCH_KEYS,
@@ -33,129 +45,6 @@ from zero_strategy.errors import ConfigError
 from zero_strategy.log import log_once
 
 
-def _integral(value: object) -> int:
-    # JSON writers spell element counts 5e8, which is a float; a bool is an int to Python but never a count.
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError("should be a number, such as 5e8 (without quotes)")
-    if isinstance(value, float) and not value.is_integer():
-        raise ValueError("should be a whole number")
-    return int(value)
-
-
-def _real(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError("should be a number (without quotes)")
-    return float(value)
-
-
-def _stage(value: object) -> int:
-    if isinstance(value, bool) or value not in (0, 1, 2, 3):
-        raise ValueError(
-            "should be 0 (shards nothing), 1 (optimizer), 2 (and gradients) or 3 (and parameters)"
-        )
-    return _integral(value)
-
-
-def _names(value: object) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
-        raise ValueError('should be a list of names, such as ["MoEBlock"]')
-    return tuple(value)
-
-
-def _grad_accum_dtype(value: object) -> object:
-    if value not in ("parameters", "fp32"):
-        raise ValueError('should be "fp32", or left out: gradients then accumulate in the parameters\' dtype')
-    return value
-
-
-Count = Annotated[int, BeforeValidator(_integral), Field(ge=1)]
-CountOrZero = Annotated[int, BeforeValidator(_integral), Field(ge=0)]
-Norm = Annotated[float, BeforeValidator(_real), Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, BeforeValidator(_real), Field(gt=0, allow_inf_nan=False)]
-# 2 ** 127 is the largest power of two in fp32, in which losses are scaled.
-ScalePower = Annotated[int, BeforeValidator(_integral), Field(ge=0, le=127)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
-Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
-GradAccumDtype = Annotated[Literal["parameters", "fp32"], BeforeValidator(_grad_accum_dtype)]
-
-
-class _Block(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in type(self).model_fields:
-            raise ConfigError(
-                what=f"{name} of {type(self).__name__} cannot be set to {value!r}.",
-                why="A config is frozen: the engine was built from what it says.",
-                fix=f"Make another one: ZeroConfig.load(config, {name}={value!r}).",
-            )
-        super().__setattr__(name, value)
-
-
-class LeafModule(_Block):
-    """Modules that are one unit at stage 3: nothing below them is unsharded on its own."""
-
-    classes: Names = ()
-    """Class names, plain (`MixtralSparseMoeBlock`) or with their module (`pkg.models.MoEBlock`)."""
-    names: Names = ()
-    """Fully qualified names of modules in the model."""
-    name_suffixes: Names = ()
-    """Endings of such names, so that one entry serves every layer."""
-
-
-class ZeroOptimization(_Block):
-    """The block `zero_optimization`."""
-
-    stage: Stage = 0
-    """0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too. Default as in DeepSpeed."""
-    reduce_bucket_size: Count = 25_000_000
-    """Elements per bucket. DeepSpeed's default is 5e8; here it is smaller, because it bounds what a bucket in
-    flight holds unsharded."""
-    overlap_comm: StrictBool = True
-    """Reductions run while backward goes on; false: each is waited for at once. The numbers are the same."""
-    sub_group_size: Count = 25_000_000
-    """Master elements the optimizer steps at a time, at least one bucket. Bounds the fp32 copies of 16-bit
-    gradients that exist during a step, which DeepSpeed's default of 1e9 hardly does."""
-    stage3_param_persistence_threshold: CountOrZero = 100_000
-    """Parameters with fewer elements stay whole at stage 3. Default as in DeepSpeed."""
-    stage3_prefetch_bucket_size: CountOrZero = 50_000_000
-    """Elements unsharded ahead of use, in the last pass's order; 0: none. Default as in DeepSpeed."""
-    leaf_module: LeafModule = LeafModule()
-
-
-class Bf16(_Block):
-    """The block `bf16`."""
-
-    enabled: StrictBool = False
-    """Parameters are cast to bf16; the optimizer updates fp32 masters."""
-
-
-class Fp16(_Block):
-    """The block `fp16`: the other keys count wherever trained parameters are in fp16. See `loss_scaler`."""
-
-    enabled: StrictBool = False
-    """Parameters are cast to fp16; the optimizer updates fp32 masters, and losses are scaled."""
-    loss_scale: Norm = 0.0
-    """What losses are multiplied by, for good; 0: it is found out and kept up to date (dynamic)."""
-    initial_scale_power: ScalePower = 16
-    """The dynamic scale begins at 2 to the power of this. Default as in DeepSpeed, like all in this block."""
-    loss_scale_window: Count = 1000
-    """Good steps in a row after which the dynamic scale is doubled."""
-    hysteresis: Count = 2
-    """Overflows until the dynamic scale is halved; it is halved by each one from then on."""
-    consecutive_hysteresis: StrictBool = False
-    """Any good step restores the hysteresis; else only a doubling does."""
-    min_loss_scale: Positive = 1.0
-    """The dynamic scale does not go below; an overflow there is an error."""
-
-
-class DataTypes(_Block):
-    """The block `data_types`."""
-
-    grad_accum_dtype: GradAccumDtype = "parameters"
-    """Dtype of `grad_shard`: the parameters' own (left out or null), or fp32."""
-
-
 class Resolution(NamedTuple):
     """Where a config came from and what is known about it besides its fields."""
 
@@ -166,7 +55,14 @@ class Resolution(NamedTuple):
     world_size: int  # 0 before resolve()
 
 
-class ZeroConfig(_Block):
+class Examination(NamedTuple):
+    """What there is to say about settings."""
+
+    faults: list[Fault]  # if there is one, they do not load
+    idle: dict[str, str]  # dotted key -> why it has no effect; empty while a value is not valid
+
+
+class ZeroConfig(Block):
     """Everything a user can set, with the names of `ds_config.json`.
 
     `ZeroConfig.load("ds_config.json", stage=3)` reads a file, a dict or another config and lets keywords beat
@@ -186,6 +82,16 @@ class ZeroConfig(_Block):
     gradient_clipping: Norm = 0.0
     """Largest global gradient norm, applied in `step()` if the caller did not clip; 0 is off. DeepSpeed 0.19
     clips at 1.0 where the key is left out; here nothing is clipped unasked."""
+    communication_data_type: WireDtype = "gradients"
+    """Dtype in which gradients travel: fp32, bf16 or fp16; left out: the one they have. The sum over ranks is
+    taken in fp32 all the same. In fp16 what exceeds 65504 becomes infinite, which only the loss scale of fp16
+    parameters finds."""
+    prescale_gradients: StrictBool = False
+    """Gradients are divided by the number of ranks before they travel, not after the sum. The same bits where
+    that is a power of two (and nothing underflows)."""
+    gradient_predivide_factor: Positive = 1.0
+    """Gradients are divided by this before they travel, and the sum by what is left of the number of ranks.
+    The same bits for powers of two."""
     train_batch_size: Count = 1
     """Samples per optimizer step over all ranks."""
     train_micro_batch_size_per_gpu: Count = 1
@@ -274,7 +180,14 @@ class ZeroConfig(_Block):
         return config
 
     def _build(self, settings: Settings, world_size: int = 0) -> None:
-        """Fill this new object from settings; completely, if there is a world size."""
+        examination = self._examine(settings, world_size)
+        if examination.faults:
+            raise error_of(examination.faults)
+        for notice in self.notices:
+            log_once(notice)
+
+    def _examine(self, settings: Settings, world_size: int) -> Examination:
+        """Fill this new object from settings, completely if there is a world size; tell what is wrong."""
         checked = check_keys(settings, FIELD_KEYS)
         faults = list(checked.faults)
         values = {dotted: setting.value for dotted, setting in checked.honoured.items()}
@@ -286,29 +199,34 @@ class ZeroConfig(_Block):
             super().__init__(**nest(values))
         except ValidationError as error:
             faults += [_fault_of(item["loc"], item["msg"], checked.honoured) for item in error.errors()]
-        else:
-            faults += _contradictions(self, checked.honoured)
-        if faults:
-            raise error_of(faults)
-        notices = (*checked.notices, *self._keys_without_effect(values))
+            return Examination(faults, {})
+        faults += _contradictions(self, checked.honoured)
+        idle = self._keys_without_effect(values)
+        notices = (
+            *checked.notices,
+            *(f"{dotted} = {self._values()[dotted]!r} {why}." for dotted, why in idle.items()),
+        )
         known_batch_keys = frozenset(BATCH_KEYS) & values.keys()
         self._resolution = Resolution(settings, checked.auto_keys, notices, known_batch_keys, world_size)
-        for notice in notices:
-            log_once(notice)
+        return Examination(faults, idle)
 
-    def _keys_without_effect(self, written: Mapping[str, object]) -> list[str]:
+    def _keys_without_effect(self, written: Mapping[str, object]) -> dict[str, str]:
+        """Return why keys that say something else than their defaults change nothing, by key."""
         values = self._values()
         changed = [dotted for dotted in written if values[dotted] != DEFAULTS[dotted]]
-        idle = [dotted for dotted in changed if self.stage not in STAGES_OF_KEY.get(dotted, (0, 1, 2, 3))]
-        notices = [f"{dotted} = {values[dotted]!r} has no effect at stage {self.stage}." for dotted in idle]
+        idle = {
+            dotted: f"has no effect at stage {self.stage}"
+            for dotted in changed
+            if self.stage not in STAGES_OF_KEY.get(dotted, (0, 1, 2, 3))
+        }
         if self.fp16.loss_scale:
-            notices += [
-                f"{dotted} = {values[dotted]!r} has no effect: fp16.loss_scale = {self.fp16.loss_scale:g} is "
-                f"fixed."
-                for dotted in changed
-                if dotted in DYNAMIC_SCALE_KEYS
-            ]
-        return notices
+            fixed = f"has no effect: fp16.loss_scale = {self.fp16.loss_scale:g} is fixed"
+            idle |= {dotted: fixed for dotted in changed if dotted in DYNAMIC_SCALE_KEYS}
+        if self.prescale_gradients and "gradient_predivide_factor" in changed:
+            idle["gradient_predivide_factor"] = (
+                "has no effect: prescale_gradients divides by all ranks at once"
+            )
+        return idle
 
     # -- queries --
 
@@ -356,8 +274,7 @@ class ZeroConfig(_Block):
         """
         values = self._values() | dict.fromkeys(self.auto_keys, AUTO)
         absent = set(BATCH_KEYS) - self._resolution.known_batch_keys - {*self.auto_keys}
-        if self.data_types.grad_accum_dtype == "parameters":
-            absent.add("data_types.grad_accum_dtype")
+        absent |= {dotted for dotted, value in values.items() if value in UNWRITTEN}
         return nest({dotted: value for dotted, value in values.items() if dotted not in absent})
 
     def describe(self) -> str:
@@ -427,6 +344,19 @@ def _contradictions(config: ZeroConfig, settings: Settings) -> list[Fault]:
     return faults
 
 
+def examine(settings: Settings, world_size: int = 0) -> Examination:
+    """Find out what is wrong with settings, and what has no effect, without raising.
+
+    Args:
+        settings: As read.
+        world_size: Number of ranks, to check the batch numbers with; 0: they are not checked.
+
+    Returns:
+        Everything that was found.
+    """
+    return ZeroConfig.__new__(ZeroConfig)._examine(settings, world_size)
+
+
 def _left_auto_fault(auto_keys: tuple[str, ...]) -> Fault:
     return Fault(
         f'Still "auto": {", ".join(auto_keys)}.',
@@ -444,4 +374,5 @@ def _fault_of(location: tuple[int | str, ...], message: str, settings: Settings)
         f"{dotted} = {value!r} (from {origin}) is not valid: it {said}.",
         "The key does not take a value of this type or range.",
         f"Correct it, or remove {dotted} to get its default ({json.dumps(DEFAULTS[dotted])}).",
+        dotted,
     )

@@ -8,7 +8,6 @@ pydantic or torch: adding a key here is adding a line to a table.
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -72,6 +71,10 @@ def _later(subject: str, fix: str = "Remove the key until then.", *neutral: obje
 
 _MANIFEST = "every checkpoint has a manifest and loads at any world size, stage and bucket size"
 _FLAT_GATHER = "a bucket is gathered as one flat tensor in place: there is nothing to copy together first"
+_WHOLE_WEIGHTS = (
+    "engine.full_state_dict() and Lightning's single file always hold whole weights, "
+    "in the parameters' dtype, and zero-strategy consolidate makes a folder whole"
+)
 _LOGGERS = "the loggers of your training framework"
 _FOREIGN_BLOCKS = (
     *(
@@ -93,7 +96,6 @@ _NO_ZERO_INIT = (
 _ZERO_RULES: dict[str, KeyRule] = {
     "contiguous_gradients": _replaced("gradients always live in flat buffers", True),
     "allgather_partitions": _replaced("updated parameters are always all-gathered, bucket by bucket", True),
-    "allgather_bucket_size": _replaced("reduce_bucket_size: one bucket serves reductions and all-gathers"),
     "reduce_scatter": _replaced(
         "gradients are always reduce-scattered: the same sum for half the bytes", True
     ),
@@ -103,24 +105,8 @@ _ZERO_RULES: dict[str, KeyRule] = {
     "round_robin_gradients": _replaced(
         "every rank owns an equal range of every bucket, so the work is even", False
     ),
-    "stage3_max_live_parameters": _replaced(
-        "a bucket is resharded right after use; live besides are stage3_prefetch_bucket_size elements at most"
-    ),
-    "stage3_max_reuse_distance": _replaced(
-        "a bucket is resharded after its forward and unsharded again for its backward"
-    ),
-    "stage3_model_persistence_threshold": _later(
-        "A limit on all persistent parameters together",
-        "Lower stage3_param_persistence_threshold, which is honoured.",
-        sys.maxsize,
-        float(sys.maxsize),
-    ),
-    "stage3_gather_16bit_weights_on_model_save": _replaced(
-        "engine.full_state_dict() and single-file checkpoints always hold whole weights", False, AUTO
-    ),
-    "stage3_gather_fp16_weights_on_model_save": _replaced(
-        "engine.full_state_dict() and single-file checkpoints always hold whole weights", False
-    ),
+    "stage3_gather_16bit_weights_on_model_save": _replaced(_WHOLE_WEIGHTS, False, AUTO),
+    "stage3_gather_fp16_weights_on_model_save": _replaced(_WHOLE_WEIGHTS, False),
     "stage3_module_granularity_threshold": _replaced(
         "buckets are whole repeated blocks, found automatically", 0
     ),
@@ -181,19 +167,13 @@ _TOP_RULES: dict[str, KeyRule] = {
     "bf16.check_grad_overflow": _later("A check of bf16 gradients for overflow"),
     "bf16.immediate_grad_update": _replaced("a gradient is always taken over as soon as it is ready", True),
     "bfloat16": _refused("It is the old spelling of bf16.", "Write bf16."),
-    "communication_data_type": _later(
-        "Another dtype on the wire than the parameters'",
-        "Remove the key: sums over ranks are taken in fp32.",
-        "none",
-    ),
     "seq_parallel_communication_data_type": _refused(
         "Sequence parallelism is not built.", "Remove the key.", "fp32"
     ),
-    "prescale_gradients": _later(
-        "Scaling gradients before the sum", "Remove it: sums are taken in fp32, then divided."
-    ),
-    "gradient_predivide_factor": _later(
-        "Scaling gradients before the sum", "Remove it, or set it to 1.0.", 1
+    "gradient_allreduce_op": _refused(
+        "Gradients are averaged over ranks.",
+        "Remove the key; for a sum, multiply the loss by the number of ranks.",
+        "mean",
     ),
     "optimizer": _later(
         "An optimizer built from the file", "Remove the block and build the optimizer in your script."
@@ -253,15 +233,19 @@ AUTO_HINTS: dict[str, str] = {
     "bf16.enabled": "true or false",
     "fp16.enabled": "true or false",
     f"{ZERO_BLOCK}.reduce_bucket_size": "a number of elements, or leave it out (25000000)",
-    f"{ZERO_BLOCK}.stage3_prefetch_bucket_size": "a number of elements, or leave it out (50000000)",
+    f"{ZERO_BLOCK}.stage3_prefetch_bucket_size": "a number of elements, or leave it out (the next bucket)",
     f"{ZERO_BLOCK}.stage3_param_persistence_threshold": "a number of elements, or leave it out (100000)",
     f"{ZERO_BLOCK}.stage3_gather_16bit_weights_on_model_save": "nothing: leave it out",
 }
 
 # The stages at which an honoured key changes anything; keys not named here act at every stage.
 STAGES_OF_KEY: dict[str, tuple[int, ...]] = {
+    f"{ZERO_BLOCK}.allgather_bucket_size": (1, 2, 3),
+    f"{ZERO_BLOCK}.stage3_max_live_parameters": (3,),
+    f"{ZERO_BLOCK}.stage3_max_reuse_distance": (3,),
     f"{ZERO_BLOCK}.stage3_prefetch_bucket_size": (3,),
     f"{ZERO_BLOCK}.stage3_param_persistence_threshold": (3,),
+    f"{ZERO_BLOCK}.stage3_model_persistence_threshold": (3,),
     f"{ZERO_BLOCK}.leaf_module.classes": (3,),
     f"{ZERO_BLOCK}.leaf_module.names": (3,),
     f"{ZERO_BLOCK}.leaf_module.name_suffixes": (3,),

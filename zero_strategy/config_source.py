@@ -45,6 +45,7 @@ class Fault(NamedTuple):
     what: str
     why: str
     fix: str
+    key: str = ""  # the dotted key at fault, if it is one
 
 
 class CheckedSettings(NamedTuple):
@@ -225,17 +226,18 @@ def check_keys(settings: Settings, fields: frozenset[str]) -> CheckedSettings:
                 f"{written} stays unresolved.",
                 "No front end has a value for this key.",
                 "Write a value, or remove the key.",
+                dotted,
             )
         elif rule is not None and not rule.asks_for_nothing(value):
             if rule.verdict == "replaced":
                 replaced.setdefault(rule.reason, []).append(written)
             else:
-                faults[dotted] = Fault(f"{written} is refused.", rule.reason, rule.fix)
+                faults[dotted] = Fault(f"{written} is refused.", rule.reason, rule.fix, dotted)
         elif dotted in fields:
             honoured[dotted] = setting
         elif dotted in blocks and value != {}:
             fix = f"Write {dotted.rpartition('.')[2]!r}: {{...}} with the keys of that block."
-            faults[dotted] = Fault(f"{written} is not a block.", "This key holds other keys.", fix)
+            faults[dotted] = Fault(f"{written} is not a block.", "This key holds other keys.", fix, dotted)
         elif dotted not in known and dotted not in blocks:
             unknown = first_unknown_part(dotted, known)
             faults[unknown] = _unknown_fault(unknown, origin, known)
@@ -287,7 +289,7 @@ def error_of(faults: list[Fault]) -> ConfigError:
         The error, to be raised.
     """
     if len(faults) == 1:
-        return ConfigError(**faults[0]._asdict())
+        return ConfigError(what=faults[0].what, why=faults[0].why, fix=faults[0].fix)
     numbered = [Fault(*(f"({number}) {part}" for part in fault)) for number, fault in enumerate(faults, 1)]
     return ConfigError(
         what=f"The config has {len(faults)} faults. " + " ".join(fault.what for fault in numbered),
@@ -336,6 +338,7 @@ def _unknown_fault(dotted: str, origin: str, known: frozenset[str]) -> Fault:
         f"Unknown config key {dotted} (from {origin}).",
         "A key that is not known would be ignored in silence.",
         f"Did you mean {nearest}?" if nearest else "Remove it; a leading underscore makes a key a comment.",
+        dotted,
     )
 
 

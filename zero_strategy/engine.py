@@ -37,6 +37,7 @@ from zero_strategy.engine_checks import (
 from zero_strategy.errors import ShardingError
 from zero_strategy.intact import check_intact
 from zero_strategy.lifecycle import ParamLifecycle
+from zero_strategy.live_buckets import LiveLimits
 from zero_strategy.log import log_once
 from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.materialize import Adoption, InitFn, check_first_values, shard_device
@@ -132,7 +133,7 @@ class ZeroEngine:
             [(bucket, plan) for bucket, plan in self._bucket_set.planned() if bucket.policy.shard_params],
             self._forward,
             self._backward,
-            prefetch_numel=zero.stage3_prefetch_bucket_size,
+            limits=LiveLimits.of(zero),
             on_passed=self._reducer.on_passed,
             require_same_order=lambda order: self._collectives.require_same(
                 order, "The order in which modules ran"

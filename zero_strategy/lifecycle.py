@@ -2,19 +2,19 @@
 
 Hooks on the modules that need a bucket make it whole before their forward and let go of it after; hooks on
 their outputs make it whole again before their backward. Buckets of the root stay whole from its forward to
-the end of the backward. The next bucket of the last pass's order is gathered ahead. Below stage 3 there
-is nothing to do and no hook.
+the end of the backward. What comes next in the last pass's order is gathered ahead. Below stage 3 there is
+nothing to do and no hook.
 
 [Note: When a bucket may go]
 In a forward, when no module that uses it is running. In a backward, when another one is needed (autograd
 works through one unit after the other, the latest first, so the former is done; should it not be, its
 modules' output hooks ask for it again), and at the end. So two buckets and the root are whole at once: the
-one in use and the one gathered ahead.
+one in use and the one gathered ahead; more if `stage3_prefetch_bucket_size` asks for more ahead. One that is
+needed again within `stage3_max_reuse_distance` is kept until then instead, if there is room.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,18 +27,16 @@ from torch.utils._pytree import tree_map_only
 from zero_strategy import compat
 from zero_strategy.bucket import Bucket
 from zero_strategy.bucketing import BucketPlan
-from zero_strategy.comm.collectives import Handle
 from zero_strategy.errors import ShardingError
+from zero_strategy.live_buckets import LiveBuckets, LiveLimits, describe_excess
+from zero_strategy.log import log_once
+from zero_strategy.need_order import NeedOrder
 from zero_strategy.passes import BackwardPass, ForwardPass
 from zero_strategy.tensors import storage_address, tensors_in
 
 
 class ParamLifecycle:
-    """Makes sharded buckets whole for the modules that use them, and no longer.
-
-    Attributes:
-        order: The buckets gathered since the pass began (a forward and its backward), in order.
-    """
+    """Makes sharded buckets whole for the modules that use them, and no longer."""
 
     def __init__(
         self,
@@ -46,7 +44,7 @@ class ParamLifecycle:
         forward: ForwardPass,
         backward: BackwardPass,
         *,
-        prefetch_numel: int,
+        limits: LiveLimits,
         on_passed: Callable[[Bucket], None],
         require_same_order: Callable[[list[str]], None],
     ) -> None:
@@ -56,10 +54,10 @@ class ParamLifecycle:
             buckets: Each sharded bucket with its plan, which names the modules that need it.
             forward: Tells when a forward of the root begins and ends.
             backward: Is told when a backward begins, and tells when it ends.
-            prefetch_numel: Elements that may be gathered ahead; 0 for none.
+            limits: How much may be whole besides what is in use.
+            on_passed: Called for a unit's buckets when the backward has passed all of its uses.
             require_same_order: Raises if ranks have gathered different buckets; called where no backward will
                 tell.
-            on_passed: Called for a unit's buckets when the backward has passed all of its uses.
         """
         self._buckets = [bucket for bucket, _ in buckets]
         self._unit_of = {bucket: plan.modules[0] for bucket, plan in buckets}
@@ -68,19 +66,20 @@ class ParamLifecycle:
         self._require_same_order = require_same_order
         self._roots = [bucket for bucket in self._buckets if bucket.is_root]
         self._backward = backward
-        self._prefetch_numel = prefetch_numel
+        self._limits = limits
         self._num_users = dict.fromkeys(self._buckets, 0)
         self._uses_left = dict.fromkeys(self._buckets, 0)  # forwards that a backward has not passed yet
-        self._whole: dict[Bucket, None] = {}  # few of many: what is whole now, in order of its gather
-        self._under_way: dict[Bucket, Handle] = {}
-        self._plans: dict[bool, list[Bucket]] = {True: [], False: []}
-        self._plan: list[Bucket] | None = None
-        self.order: list[Bucket] = []
+        self._live = LiveBuckets(limits.max_live_numel)
+        self._order = NeedOrder()
+        self._ahead = 0  # position in the order up to which everything has been gathered ahead
         self._used = _by_module(buckets)
         self._hooks = [hook for module, used in self._used.items() for hook in self._register(module, used)]
         if self._buckets:
             forward.listen(on_begin=self._on_forward_begin, on_end=self._on_forward_end)
             backward.listen(on_end=self._on_backward_end, on_abort=self._on_backward_end)
+        excess = describe_excess(buckets, limits.max_live_numel)
+        if excess is not None:
+            log_once(excess)
 
     def exchange(self, old: Bucket, new: Sequence[tuple[Bucket, BucketPlan]]) -> None:
         """Let buckets take the place of one that holds the same parameters; no gather may be under way.
@@ -92,17 +91,18 @@ class ParamLifecycle:
             return
         buckets = [bucket for bucket, _ in new]
         self._unit_of.pop(old)
-        self._whole.pop(old, None)
+        self._live.forget(old)
         num_users, uses_left = self._num_users.pop(old), self._uses_left.pop(old)
         for bucket, plan in new:
             self._unit_of[bucket] = plan.modules[0]
             self._num_users[bucket], self._uses_left[bucket] = num_users, uses_left
-        for table in (self._buckets, self._roots, self.order, *self._plans.values()):
+        self._order.exchange(old, buckets)
+        for table in (self._buckets, self._roots):
             _replace(table, old, buckets)
         for module, used in self._used.items():
             _replace(used, old, [bucket for bucket, plan in new if module in plan.modules])
         for bucket in buckets if num_users else ():
-            self._gather(bucket)
+            self._live.gather(bucket)
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -140,23 +140,23 @@ class ParamLifecycle:
             self._make_whole(bucket)
 
     def _on_forward_begin(self) -> None:
+        self._order.begin(grad_enabled=torch.is_grad_enabled())
         self.hold(self._roots)
 
     def _on_forward_end(self) -> None:
         self.let_go(self._roots)
         if not torch.is_grad_enabled():
-            order = [bucket.name for bucket in self.order]
+            needed = self._order.names()
             self._end_pass(grad_enabled=False)
-            self._require_same_order(order)
+            self._require_same_order(needed)
 
     def _on_backward_end(self) -> None:
         self.reshard_idle()
         self._end_pass(grad_enabled=True)
 
     def order_digest(self) -> bytes:
-        """Return 8 bytes that stand for what was gathered in this pass, in order; ranks must agree."""
-        order = ",".join(str(bucket.index) for bucket in self.order)
-        return hashlib.blake2b(order.encode(), digest_size=8).digest()
+        """Return 8 bytes that stand for what was needed in this pass, in order; ranks must agree."""
+        return self._order.digest()
 
     # -- holding --
 
@@ -167,100 +167,89 @@ class ParamLifecycle:
             self._make_whole(bucket)
 
     def let_go(self, buckets: Sequence[Bucket]) -> None:
-        """Undo one `hold`; a bucket that nobody holds is resharded, unless a backward needs it soon."""
+        """Undo one `hold`; a bucket that nobody holds is resharded, unless it is needed soon."""
         in_backward = compat.is_in_backward()
         for bucket in buckets:
             self._num_users[bucket] -= 1
             stays = bucket.is_root and torch.is_grad_enabled()
             if bucket.is_whole and not (self._num_users[bucket] or stays or in_backward):
-                self._reshard(bucket)
+                self._reshard_or_keep(bucket)
 
     @contextmanager
     def all_whole(self) -> Iterator[None]:
-        """Make everything whole for a block of code, outside of any pass. Collective."""
+        """Make everything whole for a block of code, outside of any pass and any limit. Collective."""
+        self._live.drop_ahead()
         for bucket in self._buckets:
             self._num_users[bucket] += 1
             if not bucket.is_whole:
-                self._gather(bucket)
+                self._live.gather(bucket)
         try:
             yield
         finally:
             for bucket in self._buckets:
                 self._num_users[bucket] -= 1
                 if bucket.is_whole and not self._num_users[bucket]:
-                    self._reshard(bucket)
+                    self._live.reshard(bucket)
 
     def reshard_idle(self) -> None:
         """Reshard every bucket that nobody holds, and let go of what was gathered ahead."""
-        self._drop_under_way()
+        self._live.drop_ahead()
+        self._ahead = 0
         for bucket in self._buckets:
             if bucket.is_whole and not self._num_users[bucket]:
-                self._reshard(bucket)
+                self._live.reshard(bucket)
 
     # -- gathering --
 
     def _make_whole(self, bucket: Bucket) -> None:
-        if bucket.is_whole:
+        if bucket.is_whole and bucket not in self._live.kept:
             return
-        self._follow_plan(bucket)
+        if not self._order.note(bucket, grad_enabled=torch.is_grad_enabled()):
+            self._live.drop_ahead(but=bucket)  # quietly: that the order changes is no anomaly
         if compat.is_in_backward():
             self._make_room(bucket)
         elif torch.is_grad_enabled():
             self._uses_left[bucket] += 1
-        self._gather(bucket)
-        self.order.append(bucket)
+        if self._live.kept.pop(bucket, None) is None:
+            self._live.gather(bucket)
         self._gather_ahead()
-
-    def _gather(self, bucket: Bucket) -> None:
-        handle = self._under_way.pop(bucket, None) or bucket.start_unshard()
-        bucket.finish_unshard(handle)
-        self._whole[bucket] = None
-
-    def _reshard(self, bucket: Bucket) -> None:
-        del self._whole[bucket]
-        bucket.reshard()
 
     def _make_room(self, wanted: Bucket) -> None:
         """Let go of the units a backward has passed. See [Note: When a bucket may go]."""
         unit = self._unit_of[wanted]
-        for bucket in list(self._whole):
-            if bucket.is_root or self._num_users[bucket] or self._unit_of[bucket] is unit:
+        for bucket in list(self._live.whole):
+            is_in_use = self._num_users[bucket] or self._unit_of[bucket] is unit
+            if bucket.is_root or is_in_use or bucket in self._live.kept:
                 continue
             self._uses_left[bucket] -= 1
             if self._uses_left[bucket] <= 0:
                 self._on_passed(bucket)
-            self._reshard(bucket)
+            self._reshard_or_keep(bucket)
 
-    def _follow_plan(self, bucket: Bucket) -> None:
-        """Check the plan against what is really needed; a plan that has gone wrong is dropped quietly."""
-        if not self.order:
-            self._plan = self._plans[torch.is_grad_enabled()]
-        position = len(self.order)
-        if self._plan is not None and (position >= len(self._plan) or self._plan[position] is not bucket):
-            self._plan = None
-            ahead = self._under_way.pop(bucket, None)
-            self._drop_under_way()
-            if ahead is not None:
-                self._under_way[bucket] = ahead
+    def _reshard_or_keep(self, bucket: Bucket) -> None:
+        next_use = self._order.next_use(bucket, self._limits.max_reuse_numel)
+        if next_use is None:
+            self._live.reshard(bucket)
+        else:
+            self._live.kept[bucket] = next_use
 
     def _gather_ahead(self) -> None:
-        """Start gathering the next bucket of the plan, so that it travels while this one computes."""
-        position = len(self.order)
-        if self._plan is None or position >= len(self._plan) or self._under_way:
-            return
-        bucket = self._plan[position]
-        if not bucket.is_whole and bucket.layout.padded_numel <= self._prefetch_numel:
-            self._under_way[bucket] = bucket.start_unshard()
-
-    def _drop_under_way(self) -> None:
-        under_way, self._under_way = self._under_way, {}
-        for bucket, handle in under_way.items():
-            bucket.drop_gather(handle)
+        """Start gathering what comes next, so that it travels while this one computes."""
+        self._ahead = max(self._ahead, self._order.position)
+        while (bucket := self._order.planned(self._ahead)) is not None:
+            stays = bucket.is_root and bucket.is_whole
+            if not stays and self._live.kept.get(bucket) != self._ahead:
+                # What is in use now, or on its way for an earlier use, is let go of before this one.
+                if bucket.is_whole or bucket in self._live.under_way:
+                    return
+                if not self._live.gather_ahead(bucket, self._ahead, self._limits.prefetch_numel):
+                    return
+            self._ahead += 1
 
     def _end_pass(self, grad_enabled: bool) -> None:
-        self._drop_under_way()
-        self._plans[grad_enabled] = self.order
-        self.order = []
+        self._live.drop_ahead()
+        self._order.end_pass(grad_enabled=grad_enabled)
+        self._ahead = 0
         self._uses_left = dict.fromkeys(self._buckets, 0)
 
     # -- helpers --

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from zero_strategy.config import Fp16
+from zero_strategy.config_blocks import Fp16
 from zero_strategy.errors import CheckpointError, ShardingError
 from zero_strategy.log import log_event
 

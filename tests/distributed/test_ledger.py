@@ -272,6 +272,23 @@ def test_small_parameters_that_stay_whole_are_gathered_after_the_step_instead() 
     check(sent, gathered=gathered, reduced=sent_by(BucketTraffic(units + root + whole, 4, 0, 1)))
 
 
+@distributed(world_size=2)
+def test_the_limit_for_the_model_decides_how_much_stays_whole_and_sharded_is_what_is_over_it() -> None:
+    biases = [(f"units.{i}.up.bias", (INNER,)) for i in range(DEPTH)]  # the smallest there are
+    engine, optimizer = build(
+        3,
+        Chain(),
+        stage3_param_persistence_threshold=10**6,
+        stage3_model_persistence_threshold=DEPTH * INNER,
+    )
+    units = DEPTH * padded([entry for entry in UNIT if entry[0] != "up.bias"])
+    root, whole = padded(ROOT), padded(biases)
+    assert engine.ledger.memory["params"] == (units + root) * 4 // 2 + whole * 4
+    gathered = sent_by(BucketTraffic(units, 4, 2, 0), BucketTraffic(root + whole, 4, 1, 0))
+    reduced = sent_by(BucketTraffic(units + root + whole, 4, 0, 1))
+    check(one_step(engine, optimizer), gathered=gathered, reduced=reduced)
+
+
 @distributed(world_size=[1, 3])
 def test_a_forward_without_gradients_gathers_everything_once() -> None:
     engine, _ = build(3, Chain())

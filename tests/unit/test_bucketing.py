@@ -248,6 +248,21 @@ def test_small_parameters_stay_whole_below_the_threshold() -> None:
     )
 
 
+def test_no_more_stays_whole_than_the_limit_for_the_model_the_smallest_first() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2), nn.Linear(2, 3))  # 24+6, 12+2, 6+3 elements
+    kept = {
+        1: set(),
+        2: {"1.bias"},
+        2 + 3 + 6 - 1: {"1.bias", "2.bias"},
+        # Of equal ones the first registered comes first.
+        2 + 3 + 6: {"1.bias", "2.bias", "0.bias"},
+        2 + 3 + 6 + 6 + 12: {"1.bias", "2.bias", "0.bias", "2.weight", "1.weight"},
+    }
+    for limit, names in kept.items():
+        plans = plan_buckets(model, config(threshold=24, stage3_model_persistence_threshold=limit))
+        assert {fqn for plan in plans if not plan.policy.shard_params for fqn in plan.fqns} == names
+
+
 @pytest.mark.parametrize(("mode", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_a_16_bit_mode_changes_the_dtype_of_fp32_parameters_only(mode: str, dtype: torch.dtype) -> None:
     other = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}[dtype]

@@ -169,6 +169,17 @@ def test_leaf_modules_are_found_by_class_name_and_ending() -> None:
     assert not ZeroConfig().is_leaf(nn.Linear, "")
 
 
+def test_keys_of_which_one_replaces_the_other_say_so() -> None:
+    (notice,) = ZeroConfig(prescale_gradients=True, gradient_predivide_factor=4.0).notices
+    assert "gradient_predivide_factor = 4.0 has no effect" in notice and "prescale_gradients" in notice
+    assert ZeroConfig(gradient_predivide_factor=4.0).notices == ()
+
+
+@pytest.mark.parametrize(("written", "read"), [("bfp16", "bf16"), ("none", "gradients"), (None, "gradients")])
+def test_the_dtype_of_communication_is_read_as_deepspeed_spells_it(written: object, read: str) -> None:
+    assert ZeroConfig.load({"communication_data_type": written}).communication_data_type == read
+
+
 def test_null_accumulation_dtype_is_the_parameters_own() -> None:
     assert (
         ZeroConfig.load({"data_types": {"grad_accum_dtype": None}}).data_types.grad_accum_dtype
@@ -194,7 +205,8 @@ def test_no_known_key_is_ignored_in_silence(dotted: str) -> None:
 def test_every_honoured_key_is_set_by_its_name(dotted: str) -> None:
     other = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 0.5, list: lambda v: ["A"]}
     default = DEFAULTS[dotted]
-    value = "fp32" if isinstance(default, str) else other[type(default)](default)
+    spelled = {"parameters": "fp32", "gradients": "fp32", "one bucket": 7}
+    value = spelled[default] if isinstance(default, str) else other[type(default)](default)
     config = ZeroConfig.load({dotted: value})
     block = config.to_dict()
     for name in dotted.split("."):
@@ -314,6 +326,22 @@ def test_unknown_stage_is_refused_with_the_choices(stage: object) -> None:
         ({"gradient_clipping": True}, "gradient_clipping"),
         ({"train_batch_size": True}, "train_batch_size"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),
+        (
+            {"zero_optimization": {"stage3_prefetch_bucket_size": -1}},
+            "zero_optimization.stage3_prefetch_bucket_size",
+        ),
+        (
+            {"zero_optimization": {"stage3_prefetch_bucket_size": "5e7"}},
+            "zero_optimization.stage3_prefetch_bucket_size",
+        ),
+        (
+            {"zero_optimization": {"stage3_max_live_parameters": "1e9"}},
+            "zero_optimization.stage3_max_live_parameters",
+        ),
+        ({"communication_data_type": "fp8"}, "communication_data_type"),
+        ({"communication_data_type": 16}, "communication_data_type"),
+        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor"),
+        ({"prescale_gradients": "yes"}, "prescale_gradients"),
     ],
 )
 def test_wrong_value_is_refused_with_its_dotted_key_and_origin(source: object, dotted: str) -> None:

@@ -19,12 +19,13 @@ ROOT = Path(__file__).resolve().parents[2] / PACKAGE
 
 # A module imports only from entries before its own. A folder stands for its modules without an entry.
 ORDER = [
-    "errors", "log", "compat", "tensors", "config_keys", "config_source", "config", "loss_scaler",
+    "errors", "log", "compat", "tensors",
+    "config_keys", "config_source", "config_blocks", "config", "loss_scaler",
     "layout", "bucketing", "estimate",
     "comm.stops", "comm.causes", "comm.waits", "comm.processes", "comm.links", "comm.watch",
     "comm.topology", "comm.ledger", "comm.ordered", "comm.collectives",
     "buffers", "placeholder", "bucket", "materialize", "module_buffers", "precision", "average",
-    "passes", "lifecycle", "reducer",
+    "passes", "need_order", "live_buckets", "lifecycle", "reducer",
     "optim.places", "optim.elementwise", "optim.clip", "optim.overflow", "optim.step_gradients",
     "optim.full_state", "optim.sharded_optimizer",
     "intact", "bucket_set",
