@@ -275,6 +275,11 @@ class ShardedOptimizer(Optimizer):
     # -- queries --
 
     @property
+    def optimizer(self) -> Optimizer:
+        """The user's optimizer; by this name Lightning's LearningRateMonitor looks through a wrapper."""
+        return self._inner
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The param groups, those of the user's optimizer; may be replaced by others. Collective then.
 
