@@ -14,7 +14,7 @@ works.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ShardingError
 from zero_strategy.lightning.base import ZeroStrategyBase, reusable_engine
+from zero_strategy.lightning.batches import require_as_many_batches
 from zero_strategy.lightning.checkpoints import CheckpointHooks
 from zero_strategy.lightning.endings import SignalStops
 from zero_strategy.lightning.precision import to_zero_plugin
@@ -154,24 +155,29 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         return scaler is not None or self.engine.loss_scaler.is_active
 
     def on_train_start(self) -> None:
-        """Take signals from here on; Lightning has installed its own handlers just before."""
+        """Take signals from here on, and compare the lengths of the ranks' loaders."""
         super().on_train_start()
-        self._take_signals()
+        self._begin_loop("training", [self.lightning_module.trainer.num_training_batches])
 
     def on_validation_start(self) -> None:
         """As `on_train_start`."""
         super().on_validation_start()
-        self._take_signals()
+        self._begin_loop("validation", self.lightning_module.trainer.num_val_batches)
 
     def on_test_start(self) -> None:
         """As `on_train_start`."""
         super().on_test_start()
-        self._take_signals()
+        self._begin_loop("test", self.lightning_module.trainer.num_test_batches)
 
     def on_predict_start(self) -> None:
         """As `on_train_start`."""
         super().on_predict_start()
-        self._take_signals()
+        self._begin_loop("predict", self.lightning_module.trainer.num_predict_batches)
+
+    def _begin_loop(self, kind: str, num_batches: Sequence[float]) -> None:
+        self._take_signals()  # Lightning has installed its own handlers just before
+        if kind == "training" or self._zero_config.shards_params:
+            require_as_many_batches(kind, num_batches, self.engine.collectives)
 
     def _take_signals(self) -> None:
         if not getattr(self.cluster_environment, "auto_requeue", False):  # SLURM's have another meaning
