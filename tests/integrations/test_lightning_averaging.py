@@ -34,6 +34,7 @@ from tests.integrations.lightning_support import (
     make_trainer,
     zero,
 )
+from tests.integrations.test_finetuning import Transfer, resumable
 from zero_strategy.lightning.callbacks import EMA_KEY
 
 
@@ -263,3 +264,51 @@ def test_callbacks_that_copy_whole_weights_are_refused_at_stage_3_before_anythin
         own = ["EMAWeightAveraging"] if dist.get_rank() else ["Another rank"]
         with expect_error(zs.ConfigError, own):
             fit(zero(3), callbacks=[stock_ema()] if dist.get_rank() else [])
+
+
+# -- with other parts ----------------------------------------------------------------------------------------
+
+
+@distributed(world_size=2, timeout=120)
+def test_zero_ema_goes_on_with_what_is_unfrozen_late_also_after_a_resume(tmp_path: Path) -> None:
+    def tune(stage: int, **keywords: Any) -> tuple[zs.ZeroEMA, Any]:
+        average = zs.ZeroEMA(decay=0.9)
+        callbacks = [resumable(), average]
+        callbacks += keywords.pop("savers", [])
+        return average, fit(
+            zero(stage, state_dict_type=keywords.pop("kind", "full")),
+            Transfer,
+            callbacks=callbacks,
+            max_epochs=keywords.pop("max_epochs", 3),
+            **keywords,
+        )
+
+    with subtest("uninterrupted"):
+        average, expected = tune(3)
+        wanted = average.full_state_dict()
+        if rank() == 0:
+            assert not torch.equal(wanted["backbone.stem.weight"], expected.weights["backbone.stem.weight"])
+    for kind, first, second in (("full", 2, 3), ("sharded", 3, 1)):
+        with subtest(f"{kind}, stages {first} and {second}"):
+            saver = ModelCheckpoint(dirpath=tmp_path / kind, filename="{epoch}", save_top_k=-1)
+            tune(first, kind=kind, savers=[saver], enable_checkpointing=True, max_epochs=2)
+            average, found = tune(second, ckpt_path=tmp_path / kind / "epoch=1.ckpt")
+            assert_same_weights(found.weights, expected.weights)
+            assert_same_weights(average.full_state_dict(), wanted)
+            assert average.ema.num_updates == 15
+
+
+@distributed(world_size=2)
+def test_zero_ema_averages_the_fp32_masters_of_16_bit_weights() -> None:
+    for precision, dtype in (("16-true", torch.float16), ("bf16-true", torch.bfloat16)):
+        outcomes = []
+        for stage in (1, 2, 3):
+            with subtest(f"{precision}, stage {stage}"):
+                average = zs.ZeroEMA(decay=0.9)
+                strategy = zero(stage, fp16={"initial_scale_power": 4})
+                fit(strategy, callbacks=[average], precision=precision, max_epochs=1)
+                outcomes.append(average.full_state_dict(torch.float32))
+                assert_same_weights(outcomes[-1], outcomes[0])
+        if rank() == 0:
+            value = outcomes[0]["head.weight"]
+            assert not torch.equal(value.to(dtype).float(), value)
