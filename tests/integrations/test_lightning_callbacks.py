@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
-    OnExceptionCheckpoint,
     RichModelSummary,
     RichProgressBar,
     ThroughputMonitor,
@@ -319,34 +318,6 @@ def test_a_prediction_writer_gets_what_it_gets_under_ddp() -> None:
             assert len(outcomes[0]) == len(outcomes[-1]) == 3
             for found, expected in zip(outcomes[-1], outcomes[0], strict=True):
                 assert torch.equal(found[0], expected[0]) and found[1] == expected[1]
-
-
-class Failing(TinyModule):
-    """Fails on all ranks at the eighth batch, after its forward."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if len(self.losses) == 8:
-            raise RuntimeError("no luck")
-        return loss
-
-
-@distributed(world_size=2)
-def test_a_checkpoint_written_on_an_exception_goes_on_as_under_ddp(tmp_path: Path) -> None:
-    """Whose data loader begins its epoch anew there."""
-    outcomes = []
-    for name, strategy in strategies().items():
-        with subtest(name):
-            saver = OnExceptionCheckpoint(tmp_path, name)
-            trainer = make_trainer(strategy, callbacks=[saver], enable_checkpointing=True)
-            with expect_error(RuntimeError, "no luck"):
-                trainer.fit(Failing(), loader(), loader(2))
-            again = ddp() if name == "ddp" else zero(int(name[-1]))
-            found = fit(again, ckpt_path=tmp_path / f"{name}.ckpt")
-            outcomes.append(found)
-            assert found.trainer.global_step == outcomes[0].trainer.global_step == 10
-            assert_same_losses(found.module, outcomes[0].module)
-            assert_same_weights(found.weights, outcomes[0].weights)
 
 
 # -- pruning -------------------------------------------------------------------------------------------------

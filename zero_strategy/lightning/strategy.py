@@ -117,6 +117,8 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         assert module is not None
         engine = reusable_engine(module, config, precision)
         if engine is not None:
+            if engine is not self._engine:  # another Trainer's, whose last run may have failed
+                engine.watch.forgive()
             return engine
         if fitting and self._layer_sync:
             # Not reverted after the run: the reverse would build new modules, without the engine's hooks.
