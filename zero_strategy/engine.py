@@ -124,6 +124,7 @@ class ZeroEngine:
             overlap=zero.overlap_comm,
             accumulate_whole=self.config.accumulate_whole_gradients,
             gather_order=lambda: self._lifecycle.order_digest(),
+            is_scaled=self._is_scaled_backward,
         )
         self._buffers = BufferBroadcaster(model, self._collectives, lambda: self._reducer.is_syncing)
         self._buffers.broadcast_all()
@@ -160,7 +161,6 @@ class ZeroEngine:
         if self._bucket_set.trains_fp16():
             self.loss_scaler.activate()
         self.loss_scaler.listen(self._multiply_grads)
-        self._num_scaled = 0  # backwards of scaled losses that this engine has seen
         self.ledger.report_with(self._report)
         self.ledger.reset()
 
@@ -264,14 +264,17 @@ class ZeroEngine:
 
     def _on_backward_end(self) -> None:
         self.ledger.note_backward()
-        if self._reducer.took_grads:
-            self.loss_scaler.require_scaled(since=self._num_scaled)
-        self._num_scaled = self.loss_scaler.num_scaled_backwards
+        self.loss_scaler.note_backward_end()
+        if self._reducer.took_unscaled:
+            raise self.loss_scaler.unscaled_error()
         if not self.optimizers and self._backward.num_ended == 1:
             log_once(
                 "Gradients have been reduced in two backwards, and the engine has no optimizer. To train: "
                 "optimizer = engine.shard_optimizer(optimizer), and step what it returns."
             )
+
+    def _is_scaled_backward(self) -> bool | None:
+        return self.loss_scaler.is_scaled_backward() if self.loss_scaler.is_active else None
 
     def _multiply_grads(self, factor: float) -> None:
         for bucket in self.buckets:
@@ -451,6 +454,7 @@ class ZeroEngine:
         self._forward.close()
         self._lifecycle.close()
         self._reducer.close()
+        self.loss_scaler.unlisten(self._multiply_grads)
         self._topology.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

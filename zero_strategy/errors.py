@@ -47,5 +47,10 @@ class OffloadError(ZeroError, OSError):
     """A tier (host memory, NVMe) that cannot hold or return what it was given."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return what an exception says in its first line; its class where it says nothing."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
 def _rebuild(cls: type[ZeroError], what: str, why: str, fix: str) -> ZeroError:
     return cls(what=what, why=why, fix=fix)

@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from zero_strategy import compat
 from zero_strategy.config_blocks import Fp16
 from zero_strategy.errors import CheckpointError, ShardingError
 from zero_strategy.log import log_event
@@ -54,8 +55,7 @@ class LossScaler:
         is_active: Whether there is anything to scale; else the scale is 1 and nothing is checked.
         scale: What losses are multiplied by now, and what all gradients that exist must be divided by.
         num_steps: Verdicts so far: optimizer steps, skipped ones included.
-        num_losses: How many losses have been scaled.
-        num_scaled_backwards: How many backwards of such losses have begun.
+        num_backwards: How many backwards have ended, of all engines that share it; the same on all ranks.
         last_loss: [] the loss scaled last, before scaling, or None if it was no scalar.
         history: The latest changes of the scale, the first one included while it is among them.
     """
@@ -72,13 +72,14 @@ class LossScaler:
         self.is_dynamic = not settings.loss_scale
         self.scale = self._first_scale() if is_active else 1.0
         self.num_steps = 0
-        self.num_losses = 0
-        self.num_scaled_backwards = 0
+        self.num_backwards = 0
         self.last_loss: Tensor | None = None
         self.history: deque[ScaleChange] = deque([ScaleChange(0, self.scale)], MAX_HISTORY)
         self._good_steps = 0  # since the last overflow
         self._hysteresis_left = settings.hysteresis
-        self._judged_at = 0  # value of `num_losses` at the last verdict
+        self._judged_at = 0  # value of `num_backwards` at the last verdict
+        self._scaled_backward = -1  # the latest backward of a scaled loss ...
+        self._is_scaled_running = False  # ... and whether it goes on: others may run inside it
         self._last_verdict = False
         self._on_change: list[weakref.WeakMethod[Callable[[float], None]]] = []
 
@@ -88,6 +89,10 @@ class LossScaler:
         It is not kept alive: engines that share a scaler come and go.
         """
         self._on_change.append(weakref.WeakMethod(on_change))
+
+    def unlisten(self, on_change: Callable[[float], None]) -> None:
+        """Undo `listen`."""
+        self._on_change = [known for known in self._on_change if known() not in (None, on_change)]
 
     def activate(self) -> None:
         """Begin to scale, if not done so already: parameters in fp16 are trained from now on."""
@@ -105,30 +110,29 @@ class LossScaler:
         """
         if not self.is_active:
             return loss
-        self.num_losses += 1
         self.last_loss = loss.detach() if loss.numel() == 1 else None
         scaled = (loss.float() if loss.element_size() < 4 else loss) * self.scale
         if scaled.requires_grad:
             scaled.register_hook(self._note_backward)
         return scaled
 
-    def require_scaled(self, since: int) -> None:
-        """Raise if the gradients that have just come in are those of a loss that was not scaled.
+    def is_scaled_backward(self) -> bool:
+        """Tell whether the backward that runs on this thread is, or is part of, that of a scaled loss."""
+        return self._is_scaled_running or self._scaled_backward == compat.current_backward()
 
-        Args:
-            since: What `num_scaled_backwards` was before.
+    def unscaled_error(self) -> ShardingError:
+        """Return the error of gradients that came from a loss that was not scaled."""
+        return ShardingError(
+            what="The backward of a loss that was not scaled has produced fp16 gradients.",
+            why=f"Parameters are in fp16, and step() divides their gradients by the loss scale "
+            f"({self.scale:g} now): these would come out that much too small.",
+            fix="Call engine.backward(loss) instead of loss.backward(), or "
+            "engine.loss_scaler.scale_loss(loss).backward(). Then clear these gradients.",
+        )
 
-        Raises:
-            ShardingError: They are.
-        """
-        if self.is_active and self.num_scaled_backwards == since:
-            raise ShardingError(
-                what="The backward of a loss that was not scaled has produced fp16 gradients.",
-                why=f"Parameters are in fp16, and step() divides their gradients by the loss scale "
-                f"({self.scale:g} now): these would come out that much too small.",
-                fix="Call engine.backward(loss) instead of loss.backward(), or "
-                "engine.loss_scaler.scale_loss(loss).backward(). Then clear these gradients.",
-            )
+    def note_backward_end(self) -> None:
+        """Note that gradients of one more loss are there, so that the next verdict is a new one."""
+        self.num_backwards += 1
 
     def is_at_floor(self) -> bool:
         """Tell whether one more overflow would leave nothing to try."""
@@ -141,9 +145,9 @@ class LossScaler:
         Args:
             overflowed: Whether some gradient was infinite or NaN, so that the step was skipped.
         """
-        is_news, is_first = self._is_news(overflowed), self._judged_at != self.num_losses
+        is_news, is_first = self._is_news(overflowed), self._judged_at != self.num_backwards
         self._last_verdict = overflowed or (self._last_verdict and not is_first)
-        self._judged_at = self.num_losses
+        self._judged_at = self.num_backwards
         if not self.is_active or not is_news:
             return
         self.num_steps += 1
@@ -195,7 +199,7 @@ class LossScaler:
 
     def _is_news(self, overflowed: bool) -> bool:
         """Tell whether a verdict is more than what another optimizer has said of the same loss."""
-        is_first = self._judged_at != self.num_losses
+        is_first = self._judged_at != self.num_backwards
         return is_first or (overflowed and not self._last_verdict)
 
     def _shrink(self) -> None:
@@ -231,4 +235,9 @@ class LossScaler:
                     on_change(ratio)
 
     def _note_backward(self, grad: Tensor) -> None:
-        self.num_scaled_backwards += 1
+        self._scaled_backward = compat.current_backward()
+        self._is_scaled_running = True
+        compat.at_end_of_backward(self._note_scaled_end)
+
+    def _note_scaled_end(self) -> None:
+        self._is_scaled_running = False

@@ -33,7 +33,7 @@ from zero_strategy.bucketing import BucketPlan
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.topology import usual_device
 from zero_strategy.compat import attention_reset, give_memory
-from zero_strategy.errors import ConfigError
+from zero_strategy.errors import ConfigError, first_line
 from zero_strategy.log import log_event
 
 InitFn = Callable[[nn.Module], object]
@@ -197,7 +197,7 @@ class Adoption:
                     fill()
                 _take_back(module, empty)
         except Exception as error:
-            return self._fault(name, module, f"failed: {type(error).__name__}: {str(error).splitlines()[0]}")
+            return self._fault(name, module, f"failed: {type(error).__name__}: {first_line(error)}")
         if unfilled := [tensor for tensor in empty.values() if _is_unfilled(tensor)]:
             return self._fault(name, module, f"left garbage in {self._name(unfilled)}.")
         if overwritten := [tensor for tensor, version in others if tensor._version != version]:

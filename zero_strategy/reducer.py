@@ -71,7 +71,8 @@ class GradReducer:
 
     Attributes:
         is_syncing: False inside `no_sync`.
-        took_grads: Whether the last backward has delivered a gradient on this rank.
+        took_unscaled: Whether, on some rank, gradients of a loss that should have been scaled came in before
+            the last reduction.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class GradReducer:
         overlap: bool,
         accumulate_whole: bool,
         gather_order: Callable[[], bytes],
+        is_scaled: Callable[[], bool | None],
     ) -> None:
         """Register the hooks.
 
@@ -94,15 +96,18 @@ class GradReducer:
             accumulate_whole: Keep whole gradients under `no_sync` also where they are sharded.
             gather_order: Returns what this rank has gathered in this micro-batch, as a few bytes; compared
                 between ranks.
+            is_scaled: Whether the backward that ends is that of a scaled loss; None where none needs to be.
         """
         self.is_syncing = True
-        self.took_grads = False
+        self.took_unscaled = False
+        self._took_unscaled_here = False
         self._buckets: list[Bucket] = []  # those that are trainable; a position in this list never changes
         self._frozen: list[Bucket] = []
         self._collectives = collectives
         self._backward = backward
         self._overlap = overlap
         self._gather_order = gather_order
+        self._is_scaled = is_scaled
         self._accumulate_whole = accumulate_whole
         # Tied to the gathers, or by readiness; see [Note: One order of reductions].
         self._follows_gathers = any(bucket.policy.shard_params for bucket in buckets)
@@ -215,7 +220,8 @@ class GradReducer:
             handle.wait()
 
     def _on_backward_end(self) -> None:
-        self.took_grads = any(any(fired) for fired in self._progress.fired)
+        if self._is_scaled() is False and any(any(fired) for fired in self._progress.fired):
+            self._took_unscaled_here = True
         if self._reduces_now():
             for position in self._order:
                 if not self._progress.is_reduced[position]:
@@ -235,8 +241,9 @@ class GradReducer:
         """Tell the others which parameters were used here, and learn which were used anywhere.
 
         One byte a parameter, one a bucket for late gradients, one for "a frozen parameter requires a
-        gradient", one for "rank 0 has seen another order"; combined by maximum. What was gathered travels
-        along with its complement: two maxima that complement each other are one value.
+        gradient", one for "rank 0 has seen another order", and where losses are scaled one for "this one was
+        not"; combined by maximum. What was gathered travels along with its complement: two maxima that
+        complement each other are one value.
         """
         progress = self._progress
         new_order = progress.ready + [place for place in self._order if place not in progress.ready]
@@ -248,6 +255,8 @@ class GradReducer:
         unfrozen = self._unfrozen()
         message.append(bool(unfrozen))
         message.append(self._collectives.rank == 0 and new_order != self._order)
+        if self._is_scaled() is not None:
+            message.append(self._took_unscaled_here)
         gathered = self._gather_order()
         orders = [*gathered, *(255 - byte for byte in gathered)]
         stop = self._collectives.stop
@@ -257,6 +266,8 @@ class GradReducer:
         _check_same_order(others_orders)
         stop.agree(asked)
         answer = [bool(flag) for flag in flags[: len(message)].tolist()]
+        self.took_unscaled = self._is_scaled() is not None and answer.pop()
+        self._took_unscaled_here = False
         if answer[-2]:
             self._refuse(unfrozen)
         used, start = [], 0
@@ -273,6 +284,7 @@ class GradReducer:
         self._wait()
         for bucket in self._buckets:
             bucket.clear_grads()
+        self._took_unscaled_here = False
         self._forget_backward()
 
     def _forget_backward(self) -> None:

@@ -47,7 +47,7 @@ class ByHand(Naive):
         self.skipped: list[bool] = []
 
     def backward(self, loss: Tensor) -> None:
-        self.scaler.scale_loss(loss)  # counts losses; the product is our own
+        self.scaler.note_backward_end()
         super().backward(loss * self.scaler.scale)
         for name, param in self.model.named_parameters():
             used = torch.tensor([int(param.grad is not None)])
@@ -314,7 +314,16 @@ def test_a_loss_that_was_not_scaled_is_refused_on_all_ranks(stage: int) -> None:
     with expect_error(zs.ShardingError, ["not scaled", "engine.backward(loss)", "256"]):
         awkward_loss(zero.model, 0).backward()
     zero.model.zero_grad()
+    with expect_error(zs.ShardingError, "not scaled"):  # by rank 1 alone
+        loss = awkward_loss(zero.model, 0)
+        (zero.engine.loss_scaler.scale_loss(loss) if rank() == 0 else loss).backward()
+    zero.model.zero_grad()
+    other = torch.nn.Linear(3, 3)
+    engine = zs.ZeroEngine(other, zs.ZeroConfig(stage=stage, fp16=FP16), loss_scaler=zero.engine.loss_scaler)
     zero.engine.loss_scaler.scale_loss(awkward_loss(zero.model, 0)).backward()
+    with expect_error(zs.ShardingError, "not scaled"):  # of the model that the scaled loss has not reached
+        other(torch.ones(1, 3).half()).sum().backward()
+    engine.close()
     zero.step()
     assert not zero.optimizer.step_was_skipped
     zero.close()

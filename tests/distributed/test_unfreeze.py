@@ -260,8 +260,10 @@ def test_ranks_that_unfreeze_other_parameters_are_refused_together(stage: int) -
     blocks = zero.model.blocks
     for param in (blocks[0].scale, blocks[1].scale):
         param.requires_grad_(True)
+    num_groups = len(zero.optimizer.param_groups)
     with expect_error(zs.ConfigError, ["What an optimizer takes", "blocks.1.scale"]):
         zero.optimizer.add_param_group({"params": [blocks[rank()].scale]})
+    assert len(zero.optimizer.param_groups) == num_groups
     zero.close()
 
 

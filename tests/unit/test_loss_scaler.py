@@ -27,6 +27,7 @@ def scales(scaler: LossScaler, steps: str) -> list[float]:
     met = []
     for step in steps:
         met.append(scaler.scale_loss(loss()).item())
+        scaler.note_backward_end()
         scaler.update(overflowed=step == "x")
     return met
 
@@ -60,20 +61,20 @@ def test_the_scale_follows_the_rules(settings: dict[str, object], steps: str, ex
 
 def test_an_overflow_at_the_floor_is_the_end_only_when_hysteresis_is_used_up() -> None:
     scaler = scaler_of(initial_scale_power=0, hysteresis=2)
-    scaler.scale_loss(loss())
+    scaler.note_backward_end()
     assert not scaler.is_at_floor()
     scaler.update(overflowed=True)
-    scaler.scale_loss(loss())
+    scaler.note_backward_end()
     assert scaler.is_at_floor()
     fixed = scaler_of(loss_scale=1.0)
-    fixed.scale_loss(loss())
+    fixed.note_backward_end()
     assert not fixed.is_at_floor()
 
 
 def test_two_optimizers_on_one_loss_give_one_verdict() -> None:
     scaler = scaler_of(initial_scale_power=4, hysteresis=1)
     for verdicts, expected in (((True, True), 8), ((False, True), 4), ((True, False, True), 2)):
-        scaler.scale_loss(loss())
+        scaler.note_backward_end()
         for verdict in verdicts:
             scaler.update(verdict)
         assert scaler.scale == expected

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 
-from zero_strategy.errors import ShardingError, ZeroError
+from zero_strategy.errors import ShardingError, ZeroError, first_line
 
 _TRACEBACK_CHARS = 4000  # the end of a traceback, which is what one looks for, and the store's small change
 
@@ -81,7 +81,7 @@ def was_stopped(rank: int, why: str) -> ShardingError:
 def unexplained(what: str, error: BaseException) -> ShardingError:
     """Return what is raised when a collective has raised and nothing is known of the other ranks."""
     return ShardingError(
-        what=f"{what} did not finish: {str(error).splitlines()[0]}",
+        what=f"{what} did not finish: {first_line(error)}",
         why="Another rank has ended, or ran other code than this one and never joined in. Every rank must "
         "run the same forwards, backwards and steps in the same order.",
         fix="Look at the other ranks' errors first. If there is none: was a call made on one rank only "

@@ -12,6 +12,7 @@ finds none: so the wrapper gets one that clears the engine's gradients as soon a
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import nn
@@ -46,11 +47,12 @@ def engine_behind(obj: Any) -> ZeroEngine | None:
 
 def lend_zero_grad(forward_module: ForwardModule, wrapper: type[nn.Module]) -> None:
     """Give the wrapper that will take a module in the module's own `zero_grad`."""
+    lender = weakref.ref(forward_module)  # a hook of all modules must not keep this one alive
 
     def on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         inside = getattr(child, "_orig_mod", child)  # of a compiled module
-        if inside is forward_module and isinstance(parent, wrapper):
-            parent.zero_grad = forward_module.zero_grad  # type: ignore[method-assign]
-            handle.remove()  # allowed while torch walks its hooks, since the newest comes last
+        if isinstance(inside, ForwardModule) and inside is lender() and isinstance(parent, wrapper):
+            parent.zero_grad = inside.zero_grad  # type: ignore[method-assign]
 
     handle = register_module_module_registration_hook(on_registration)
+    weakref.finalize(forward_module, handle.remove)

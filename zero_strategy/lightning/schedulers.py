@@ -7,9 +7,12 @@ and those a module steps itself, are left alone. Must not know scalers.
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+
+_STEPPED = "_class_without_waiting"
 
 
 def wait_for_updates(scheduler: Any, optimizer: ShardedOptimizer) -> None:
@@ -20,10 +23,21 @@ def wait_for_updates(scheduler: Any, optimizer: ShardedOptimizer) -> None:
             would end up in `scheduler.state_dict()`.
         optimizer: The one whose steps count.
     """
-    cls: Any = type(scheduler)
+    # One that was kept from a former run asks the optimizer of this one from now on.
+    cls: Any = getattr(type(scheduler), _STEPPED, type(scheduler))
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         return None if optimizer.step_was_skipped else cls.step(self, *args, **kwargs)
 
-    names = {"step": step, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    # The class has no importable name: a pickled scheduler is one of the user's class.
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (cls,), dict(vars(self))  # type: ignore[attr-defined]
+
+    names = {
+        "step": step,
+        "__reduce__": reduce,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        _STEPPED: cls,
+    }
     scheduler.__class__ = type(cls.__name__, (cls,), names)

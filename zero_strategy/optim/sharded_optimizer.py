@@ -124,10 +124,12 @@ class ShardedOptimizer(Optimizer):
         if run.settings.gradient_clipping and not run.grads.was_clipped:
             self.clip_grad_norm_(run.settings.gradient_clipping)
         run.step_was_skipped = run.grads.must_skip()
-        if not run.step_was_skipped:
-            self._update_all()
-        run.grads.end_step(run.step_was_skipped)
-        run.settings.after_step()
+        try:
+            if not run.step_was_skipped:
+                self._update_all()
+            run.grads.end_step(run.step_was_skipped)
+        finally:
+            run.settings.after_step()
         return loss
 
     def _update_all(self) -> None:
@@ -351,7 +353,11 @@ class ShardedOptimizer(Optimizer):
         error = check_params(param_group["params"], self._run.places, self._run.settings.is_claimed)
         self._run.collectives.agree(error)
         super().add_param_group(param_group)
-        self._take(param_group["params"])
+        try:
+            self._take(param_group["params"])
+        except ConfigError:  # ranks give different parameters
+            self.param_groups.pop()
+            raise
 
     # -- helpers --
 

@@ -51,8 +51,8 @@ class StepGradients:
         self._scaler = scaler
         self._is_syncing = is_syncing
         self._pending_factor = 1.0
-        self._overflowed: bool | None = None  # what a norm has shown, of the gradients of `_measured_losses`
-        self._measured_losses = 0
+        self._overflowed: bool | None = None  # what a norm has shown ...
+        self._measured_at = 0  # ... after so many backwards
         self.was_clipped = False
         self.clip_coefficient = 1.0
 
@@ -70,7 +70,7 @@ class StepGradients:
             require_finite(norm, norm_type)
         if not self._may_clip():
             return norm
-        self._overflowed, self._measured_losses = not math.isfinite(norm), self._scaler.num_losses
+        self._overflowed, self._measured_at = not math.isfinite(norm), self._scaler.num_backwards
         self.clip_coefficient = float(clip_coefficient(norm, max_norm))
         # A coefficient of NaN must spoil the gradients, as it would in torch; so this asks for "not 1".
         if self.clip_coefficient != 1.0:
@@ -100,7 +100,7 @@ class StepGradients:
         """Tell whether to skip the step; asks the others only if a norm has not done so. Collective."""
         if not self._scaler.is_active:
             return False
-        if self._overflowed is not None and self._measured_losses == self._scaler.num_losses:
+        if self._overflowed is not None and self._measured_at == self._scaler.num_backwards:
             return self._overflowed
         return any_overflow(self._own(), self._collectives)
 
