@@ -114,7 +114,7 @@ ACTIONS: dict[str, Callable[[Any, nn.Module], Any]] = {
     "addition": lambda p, m: torch.ones(3, 4) + p,
     "matmul": lambda p, m: torch.ones(2, 3) @ p,
     "cat": lambda p, m: torch.cat([torch.ones(3, 4), p]),
-    "equal": lambda p, m: torch.equal(p, p),
+    "equal": lambda p, m: torch.equal(p, torch.ones_like(p)),
     "==": lambda p, m: p == p,
     "bool": lambda p, m: bool(p),
     "forward": lambda p, m: m(torch.ones(2, 4)),
