@@ -6,7 +6,7 @@ Read it to find which part does what; read the part to find out how.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
@@ -437,6 +437,10 @@ class ZeroEngine:
             stage=self.config.stage,
             reshard_idle=self._lifecycle.reshard_idle,
         )
+
+    def holds(self, params: Iterable[nn.Parameter]) -> bool:
+        """Whether these are the engine's parameters, all of them and no others."""
+        return {id(p) for p in params} == {id(p) for bucket in self.buckets for p in bucket.params}
 
     @property
     def collectives(self) -> Collectives:

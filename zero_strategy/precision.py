@@ -14,6 +14,18 @@ from zero_strategy.comm.ledger import MemoryUse
 from zero_strategy.layout import ShardSlice
 
 
+def unrounded(weight: Tensor, master: Tensor) -> Tensor:
+    """Return, element by element, the master where it rounds to the weight, else the weight.
+
+    The weight may have been written since it was rounded. A master that still rounds to it says the same,
+    more precisely.
+
+    Shapes:
+        weight [...], master [...] -> [...] in the master's dtype
+    """
+    return torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))
+
+
 class MasterShard:
     """What the optimizer updates of one bucket, slice by slice.
 
@@ -51,14 +63,9 @@ class MasterShard:
             self._bucket.param_shard.copy_(self.weights)
 
     def take_from_shard(self) -> None:
-        """Take the parameter shard's values, after somebody else has written them.
-
-        A master that still rounds to the parameter's value is kept: it says the same, more precisely.
-        """
+        """Take the parameter shard's values, after somebody else has written them. See `unrounded`."""
         if self._is_copy:
-            rounded = self.weights.to(self._bucket.param_shard.dtype)
-            changed = rounded != self._bucket.param_shard
-            self.weights.copy_(torch.where(changed, self._bucket.param_shard.float(), self.weights))
+            self.weights.copy_(unrounded(self._bucket.param_shard, self.weights))
 
     def _slice(self, piece: ShardSlice) -> Tensor:
         part = self.weights[piece.shard_start : piece.shard_start + piece.numel]

@@ -7,6 +7,8 @@ real subclasses of Lightning's that do their work and take notes. Tolerance 0.
 from __future__ import annotations
 
 import gc
+import inspect
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
@@ -211,3 +214,74 @@ def test_a_folder_loses_its_manifest_first_and_a_link_is_only_a_link(
     monkeypatch.setattr(shutil, "rmtree", look_and_remove)
     checkpoint_files.remove(TorchCheckpointIO(), folder)
     assert seen == [False] and not folder.exists()
+
+
+def test_lightnings_trainer_still_keeps_weights_only_in_the_frame_where_it_is_looked_for() -> None:
+    assert "weights_only" in inspect.signature(Trainer._run).parameters
+
+
+class Keeper(Callback):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"numbers": torch.arange(100_000.0)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class KeepingModule(TinyModule):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kept"] = torch.arange(100_000.0)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.kept = checkpoint["kept"]
+
+
+def open_under(folder: Path) -> list[str]:
+    """Return the files below a folder that this process has open."""
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    targets = [os.readlink(link) for link in links if link.exists()]
+    return [target for target in targets if target.startswith(str(folder))]
+
+
+@distributed(world_size=2)
+def test_what_callbacks_keep_survives_the_file_and_a_url_is_as_good_as_a_path(tmp_path: Path) -> None:
+    with subtest("file, resumed for no step"):
+        path = tmp_path / "file.ckpt"
+        settings: dict[str, Any] = {"make_module": KeepingModule, "max_epochs": 1}
+        fit(zero(3), callbacks=[Keeper()], **settings).trainer.save_checkpoint(path)
+        keeper = Keeper()
+        trainer, module, _ = fit(zero(3), callbacks=[keeper], ckpt_path=f"file://{path}", **settings)
+        if dist.get_rank() == 0:
+            path.write_bytes(b"")  # a mapped tensor would end the process now
+        dist.barrier()
+        expected = torch.arange(100_000.0).sum()
+        assert keeper.state["numbers"].sum() == expected and module.kept.sum() == expected
+    strategy = trainer.strategy
+    plain = torch.zeros(9, dtype=torch.uint8)
+    folders: dict[str, tuple[Any, str]] = {
+        "good": ({"state_dict": {}, "pytorch-lightning_version": "2"}, ""),
+        "foreign": ({}, "no checkpoint of a Trainer"),
+        "damaged": (None, "cannot be read"),
+    }
+    for name, (content, refusal) in folders.items():
+        with subtest(f"folder, {name}"):
+            url = f"file://{tmp_path / name}"
+            if content is None:
+                strategy.engine.save_checkpoint(tmp_path / name, extra={"lightning": plain})
+            else:
+                checkpoint_files.save_folder(strategy.engine, url, content, weights_only=True)
+            if refusal:
+                with expect_error(zs.CheckpointError, refusal):
+                    strategy.load_checkpoint(url)
+            else:
+                strategy.load_model_state_dict(strategy.load_checkpoint(url))
+            assert open_under(tmp_path) == [] and checkpoint_files.is_folder(url)
+            dist.barrier()
+            strategy.remove_checkpoint(url)
+            dist.barrier()
+            assert not (tmp_path / name).exists()

@@ -140,3 +140,19 @@ def test_random_numbers_of_another_number_of_ranks_are_left_alone(tmp_path: Path
         _, first = run(zero(1), Random, 100, path)
         _, second = run(zero(1), Random, 200, path)
         assert not torch.equal(torch.stack(first.losses), torch.stack(second.losses))
+
+
+@distributed(world_size=2)
+def test_a_resume_that_makes_no_step_leaves_the_next_run_its_own_random_numbers(tmp_path: Path) -> None:
+    with subtest("stopped where it began"):
+        run(zero(1), Random, 100, callbacks=[SaveOnTheWay(tmp_path, (4,))], max_epochs=1)
+        losses = []
+        for seed in (100, 200):
+            trainer, module = run(zero(1), Random, seed, tmp_path / "after-4.ckpt", max_steps=2)
+            assert trainer.global_step == 2 and not module.losses
+            for seed_one in (torch.manual_seed, random.seed, numpy.random.seed):
+                seed_one(seed)
+            trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = 3, -1
+            trainer.fit(module, StatefulLoader())
+            losses.append(torch.stack(module.losses))
+        assert losses[0].shape == losses[1].shape and not torch.equal(losses[0][0], losses[1][0])

@@ -31,7 +31,7 @@ ORDER = [
     "intact", "bucket_set",
     "checkpoint.elements", "checkpoint.safetensors_io", "checkpoint.records", "checkpoint.extra",
     "checkpoint.manifest", "checkpoint.format", "checkpoint.inspection", "checkpoint.hf",
-    "checkpoint.full_weights", "checkpoint.parts", "checkpoint.together", "checkpoint.averages",
+    "checkpoint.together", "checkpoint.full_weights", "checkpoint.parts", "checkpoint.averages",
     "checkpoint.stored_weights", "checkpoint.fits", "checkpoint.opened", "checkpoint.save",
     "checkpoint.consolidate",
     "root_methods", "report", "engine_checks", "engine", "ema",

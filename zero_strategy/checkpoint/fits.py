@@ -11,8 +11,9 @@ from itertools import chain
 from typing import Any
 
 from zero_strategy.checkpoint.format import Manifest, OptimizerRecord, model_tensor_name
-from zero_strategy.checkpoint.parts import Parts, fqn_of, param_records
+from zero_strategy.checkpoint.parts import Parts, param_records
 from zero_strategy.errors import CheckpointError
+from zero_strategy.optim.full_state import fqn_of
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from zero_strategy.bucket import Bucket
 from zero_strategy.buffers import empty_flat
+from zero_strategy.checkpoint.together import agreed
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.errors import CheckpointError
-from zero_strategy.precision import Masters
+from zero_strategy.precision import Masters, unrounded
 
 _EXTRA_STATE = "_extra_state"  # torch's own name for it in a state dict
 
@@ -29,6 +30,36 @@ class LoadResult(NamedTuple):
 
     missing_keys: list[str]  # in the model, not in what was loaded
     unexpected_keys: list[str]  # the other way round
+
+
+class MorePreciseWeights(Mapping[str, Any]):
+    """Weights with the masters of some of them, in fp32, each computed when somebody asks for it.
+
+    A whole model in fp32 beside the 16-bit one it comes from may be more than a rank can hold.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], master_of: Callable[[str], Tensor | None]) -> None:
+        """Keep what there is to compute from.
+
+        Args:
+            weights: May have been edited since the masters were stored. See `precision.unrounded`.
+            master_of: Returns a weight's master, or None; one of another shape does not count.
+        """
+        self._weights = weights
+        self._master_of = master_of
+
+    def __getitem__(self, name: str) -> Any:
+        weight = self._weights[name]
+        master = self._master_of(name) if isinstance(weight, Tensor) else None
+        if master is None or master.shape != weight.shape:
+            return weight
+        return unrounded(weight, master)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
 def names_in(model: nn.Module) -> dict[str, Any]:
@@ -100,7 +131,7 @@ def scatter(
     own = names_in(model)
     extra_names = module_extra_states(model).keys()
     is_source = collectives.rank == 0
-    collectives.agree(_check_given(own, extra_names, state_dict) if is_source else None)
+    agreed(collectives, lambda: require_fit(own, extra_names, state_dict) if is_source else None)
     given: list[str] = collectives.broadcast_json(list(state_dict) if is_source else None)
     present = set(given)
     places = {id(param): (bucket, i) for bucket in buckets for i, param in enumerate(bucket.params)}
@@ -145,18 +176,35 @@ def write_param(bucket: Bucket, index: int, whole: Tensor, masters: Masters) -> 
                 master.weights[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
 
 
-def more_precise(weights: Mapping[str, Any], masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return, element by element, the master where it rounds to the weight, else the weight, in fp32.
+def require_fit(own: Mapping[str, Any], extra_names: Collection[str], given: Mapping[str, Any]) -> None:
+    """Raise if what rank 0 was given cannot be loaded, before anything is; names need not match.
 
     Args:
-        weights: May have been edited since the masters were stored.
-        masters: Of some of them; those that have no weight of their name and shape are left out.
+        own: `names_in` the model.
+        extra_names: Those of the extra states of modules.
+        given: Looked up name by name.
+
+    Raises:
+        CheckpointError: It is no mapping, something is no tensor or of another shape, or an extra state
+            cannot be sent.
     """
-    return {
-        name: torch.where(master.to(weights[name].dtype) == weights[name], master, weights[name].float())
-        for name, master in masters.items()
-        if isinstance(weights.get(name), Tensor) and weights[name].shape == master.shape
-    }
+    if not isinstance(given, Mapping):
+        raise CheckpointError(
+            what=f"Rank 0 was given a {type(given).__name__} instead of a state dict.",
+            why="Its values are what all ranks take over.",
+            fix="Pass a dict of names and tensors, as `model.state_dict()` returns it, on rank 0 at least.",
+        )
+    tensors = {name: value for name, value in own.items() if name in given and name not in extra_names}
+    wrong = [said for name, value in tensors.items() for said in _misfit(name, given[name], value)]
+    if not wrong:
+        _packed({name: given[name] for name in extra_names if name in given})
+        return
+    more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+    raise CheckpointError(
+        what=f"{len(wrong)} tensors do not fit the model: " + "; ".join(wrong[:3]) + more + ".",
+        why="Weights are matched by name, and a name must mean the same tensor on both sides.",
+        fix="Load them into the model they were saved from. Nothing was loaded.",
+    )
 
 
 def require_names(result: LoadResult, *, so_far: str) -> None:
@@ -192,9 +240,7 @@ def scatter_shards(
     """
     is_source = collectives.rank == 0
     own = names_in(model)
-    unknown = [name for name in state_dict if name not in own] if is_source else []
-    error = _unknown_names(unknown) if unknown else None
-    collectives.agree(error or (_check_given(own, (), state_dict) if is_source else None))
+    agreed(collectives, lambda: _require_known_and_fit(own, state_dict) if is_source else None)
     given = set(collectives.broadcast_json(list(state_dict) if is_source else None))
     names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
     for bucket, shard in shards.items():
@@ -232,21 +278,24 @@ def _gather_bucket(
 
 def _broadcast_states(states: dict[str, Any], collectives: Collectives) -> dict[str, Any]:
     """Return rank 0's states of modules; never unpickles more than tensors and plain values."""
+    payload = collectives.broadcast_bytes(_packed(states))
+    received: dict[str, Any] = torch.load(io.BytesIO(payload), weights_only=True)
+    return received
+
+
+def _packed(states: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
-    error = None
     try:
         torch.save(states, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except (pickle.PickleError, TypeError, AttributeError) as raised:
-        error = CheckpointError(
+        raise CheckpointError(
             what=f"The extra state of {sorted(states)} cannot be sent to the other ranks: {raised}",
             why="Only tensors and plain values are unpickled, so that loading runs no code.",
-            fix="Let get_extra_state return tensors, numbers, strings, and lists and dicts of these.",
-        )
-    collectives.agree(error)
-    payload = collectives.broadcast_bytes(buffer.getvalue())
-    received: dict[str, Any] = torch.load(io.BytesIO(payload), weights_only=True)
-    return received
+            fix="Let get_extra_state return tensors, numbers, strings, and lists and dicts of these. Nothing "
+            "was loaded.",
+        ) from raised
+    return buffer.getvalue()
 
 
 def _received(
@@ -259,8 +308,9 @@ def _received(
     numel: int | None = None,
 ) -> Tensor:
     whole = empty_flat(like.numel() if numel is None else numel, dtype, like.device)
-    if collectives.rank == 0:
-        whole.copy_(state_dict[name].detach().reshape(-1))
+    is_source = collectives.rank == 0
+    # What rank 0 looks up may be read or computed only now, and fail.
+    agreed(collectives, lambda: whole.copy_(state_dict[name].detach().reshape(-1)) if is_source else None)
     collectives.broadcast(whole)
     return whole
 
@@ -270,36 +320,21 @@ def _to_host(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.detach().to("cpu", target, copy=True).contiguous()
 
 
-def _unknown_names(names: list[str]) -> CheckpointError:
-    return CheckpointError(
-        what=f"The model has no parameters {names[:3]} ({len(names)} names in all).",
-        why="Values are matched by name.",
-        fix="Load them into the model they were saved from. Nothing was loaded.",
-    )
-
-
-def _check_given(
-    own: Mapping[str, Any], extra_names: Collection[str], given: Mapping[str, Any]
-) -> CheckpointError | None:
-    """Return why what rank 0 was given cannot be loaded, or None."""
-    if not isinstance(given, Mapping):
-        return CheckpointError(
-            what=f"Rank 0 was given a {type(given).__name__} instead of a state dict.",
-            why="Its values are what all ranks take over.",
-            fix="Pass a dict of names and tensors, as `model.state_dict()` returns it, on rank 0 at least.",
+def _require_known_and_fit(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    require_fit(own, (), given)
+    unknown = [name for name in given if name not in own]
+    if unknown:
+        raise CheckpointError(
+            what=f"The model has no parameters {unknown[:3]} ({len(unknown)} names in all).",
+            why="Values are matched by name.",
+            fix="Load them into the model they were saved from. Nothing was loaded.",
         )
-    tensors = {name: value for name, value in own.items() if name in given and name not in extra_names}
-    plain = [name for name in tensors if not isinstance(given[name], Tensor)]
-    wrong = [f"{name!r} is a {type(given[name]).__name__}, not a tensor" for name in plain] + [
-        f"{name!r} has shape {tuple(given[name].shape)}, the model's {tuple(value.shape)}"
-        for name, value in tensors.items()
-        if name not in plain and given[name].shape != value.shape
-    ]
-    if not wrong:
-        return None
-    more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-    return CheckpointError(
-        what=f"{len(wrong)} tensors do not fit the model: " + "; ".join(wrong[:3]) + more + ".",
-        why="Weights are matched by name, and a name must mean the same tensor on both sides.",
-        fix="Load them into the model they were saved from. Nothing was loaded.",
-    )
+
+
+def _misfit(name: str, found: Any, wanted: Any) -> list[str]:
+    """Return what is wrong with one value, if anything."""
+    if not isinstance(found, Tensor):
+        return [f"{name!r} is a {type(found).__name__}, not a tensor"]
+    if found.shape != wanted.shape:
+        return [f"{name!r} has shape {tuple(found.shape)}, the model's {tuple(wanted.shape)}"]
+    return []

@@ -9,12 +9,12 @@ their way in takes the steps one by one. Every method is collective. Made by the
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_strategy.bucket import publish_all
 from zero_strategy.checkpoint import averages
@@ -27,13 +27,15 @@ from zero_strategy.checkpoint.format import (
 )
 from zero_strategy.checkpoint.full_weights import (
     LoadResult,
-    more_precise,
+    MorePreciseWeights,
+    module_extra_states,
     names_in,
+    require_fit,
     require_names,
     scatter,
 )
 from zero_strategy.checkpoint.parts import MODULES_KEY, Parts, persistent_buffers
-from zero_strategy.checkpoint.stored_weights import StoredWeights
+from zero_strategy.checkpoint.stored_weights import StoredWeights, stored_names
 from zero_strategy.checkpoint.together import agreed
 from zero_strategy.errors import CheckpointError
 from zero_strategy.log import log_event
@@ -70,7 +72,11 @@ class OpenCheckpoint:
         self._reader = agreed(collectives, lambda: CheckpointReader(path, check_files=collectives.rank == 0))
         self._is_verified = False
         self._extra: Any = None
-        _check_same(collectives.gather_json([path, self._reader.manifest.checkpoint_id]))
+        try:
+            _check_same(collectives.gather_json([path, self._reader.manifest.checkpoint_id]))
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> OpenCheckpoint:
         return self
@@ -124,14 +130,15 @@ class OpenCheckpoint:
         if strict:
             require_names(result, so_far="Nothing was loaded.")
         parts.collectives.agree(shapes_misfit(own, stored, self._reader.manifest))
+        changed = agreed(parts.collectives, lambda: _changed(parts, weights, stored) if is_first else {})
         self._verify()
         sources = _sources_of(own, stored)
         with torch.no_grad():
             agreed(parts.collectives, lambda: _read_params(parts, self._reader, sources))
             agreed(parts.collectives, lambda: _read_buffers(parts, self._reader, sources))
         publish_all(parts.buckets)
-        changed = agreed(parts.collectives, lambda: self._changed(weights, stored) if is_first else {})
-        scatter(parts.model, parts.buckets, parts.masters, changed, parts.collectives)
+        precise = MorePreciseWeights(changed, _master_reader(self._reader))
+        scatter(parts.model, parts.buckets, parts.masters, precise, parts.collectives)
         parts.reshard_idle()
         return result
 
@@ -163,13 +170,6 @@ class OpenCheckpoint:
         """Close the files."""
         self._reader.close()
 
-    # -- queries --
-
-    @property
-    def num_optimizers(self) -> int:
-        """How many optimizers there is state of."""
-        return len(self._reader.manifest.optimizers)
-
     # -- helpers --
 
     def _verify(self) -> None:
@@ -200,20 +200,29 @@ class OpenCheckpoint:
         extras: dict[str, Any] = self._extra
         return extras
 
-    def _changed(self, weights: Mapping[str, Any], stored: Mapping[str, str]) -> dict[str, Any]:
-        """Return the weights that are not to be read from the files, with their masters where they have some.
 
-        A look at a weight is no change, and must not round its master.
-        """
-        changed = {name: weights[name] for name in weights if name not in stored}
-        manifest = self._reader.manifest
-        wider = [
-            name
-            for name in changed
-            if name in manifest.params and manifest.tensors[model_tensor_name(name)].dtype == "float32"
-        ]
-        masters = {name: self._reader.read_tensor(model_tensor_name(name)) for name in wider}
-        return {**changed, **more_precise(changed, masters)}
+def _changed(parts: Parts, weights: Mapping[str, Any], stored: Mapping[str, str]) -> dict[str, Any]:
+    """Return the weights that are not to be read from the files; raise if one does not fit."""
+    changed = {name: weights[name] for name in weights if name not in stored}
+    require_fit(names_in(parts.model), module_extra_states(parts.model).keys(), changed)
+    return changed
+
+
+def _master_reader(reader: CheckpointReader) -> Callable[[str], Tensor | None]:
+    """Return what reads the master of a weight, under any of its names, if one is stored.
+
+    A look at a weight is no change, and must not round its master.
+    """
+    stored = stored_names(reader.manifest)
+
+    def master_of(name: str) -> Tensor | None:
+        fqn = stored.get(name)
+        if fqn not in reader.manifest.params:
+            return None
+        entry = model_tensor_name(fqn)
+        return reader.read_tensor(entry) if reader.entry(entry).dtype == "float32" else None
+
+    return master_of
 
 
 def _sources_of(own: Mapping[str, Any], stored: Mapping[str, str]) -> dict[str, str]:

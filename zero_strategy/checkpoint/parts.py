@@ -113,11 +113,6 @@ def persistent_buffers(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     return list(found.values())
 
 
-def fqn_of(optimizer: ShardedOptimizer, param: nn.Parameter) -> str:
-    """Return the name of one of an optimizer's parameters."""
-    return optimizer.place_of(param).fqn
-
-
 # -- helpers --
 
 
@@ -143,7 +138,7 @@ def _optimizer_record(
 ) -> OptimizerRecord:
     groups = full_state.groups_as_json(optimizer.param_groups)
     for group, params in zip(groups, (group["params"] for group in optimizer.param_groups), strict=True):
-        group["params"] = [fqn_of(optimizer, param) for param in params]
+        group["params"] = [full_state.fqn_of(optimizer, param) for param in params]
     return OptimizerRecord(
         class_name=optimizer.user_class,
         param_groups=tuple(groups),

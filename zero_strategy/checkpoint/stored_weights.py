@@ -11,7 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_strategy.checkpoint.format import CheckpointReader, model_tensor_name
+from zero_strategy.checkpoint.format import CheckpointReader, Manifest, model_tensor_name
+
+
+def stored_names(manifest: Manifest) -> dict[str, str]:
+    """Return all names of parameters and buffers, aliases too, with the names they are stored under."""
+    found: dict[str, str] = {}
+    for records in (manifest.params, manifest.buffers):
+        for fqn, record in records.items():
+            found.update(dict.fromkeys((fqn, *record.aliases), fqn))
+    return found
 
 
 class StoredWeights(MutableMapping[str, Any]):
@@ -28,11 +37,8 @@ class StoredWeights(MutableMapping[str, Any]):
             module_states: What modules have returned from `get_extra_state`, by name.
         """
         self._reader = reader
-        self._untouched: dict[str, str] = {}  # name -> name in the checkpoint
+        self._untouched = stored_names(reader.manifest)
         self._values: dict[str, Any] = dict(module_states)
-        for records in (reader.manifest.params, reader.manifest.buffers):
-            for fqn, record in records.items():
-                self._untouched.update(dict.fromkeys((fqn, *record.aliases), fqn))
 
     @property
     def untouched(self) -> dict[str, str]:

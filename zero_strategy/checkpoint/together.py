@@ -22,7 +22,7 @@ def agreed(collectives: Collectives, work: Callable[[], T]) -> T:
     try:
         result = work()
     except ZeroError as raised:
-        error = raised
+        error = cause = raised
     except OSError as raised:
         cause = raised
         error = CheckpointError(

@@ -200,18 +200,13 @@ def reusable_engine(module: nn.Module, config: ZeroConfig, precision: str) -> Ze
     engine = find_engine(module)
     if engine is None:
         return None
-    if not _holds_params_of(engine, module):
+    if not engine.holds(module.parameters()):
         engine.close()  # `configure_model` has built the module anew
         return None
     if shards_alike(engine.config, config) and not _would_convert(module, precision):
         return engine
     _give_up(engine, config, precision)
     return None
-
-
-def _holds_params_of(engine: ZeroEngine, module: nn.Module) -> bool:
-    held = {id(param) for bucket in engine.buckets for param in bucket.params}
-    return held == {id(param) for param in module.parameters()}
 
 
 def _give_up(engine: ZeroEngine, config: ZeroConfig, precision: str) -> None:

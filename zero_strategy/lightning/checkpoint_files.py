@@ -1,21 +1,22 @@
 """The two kinds of checkpoints a front end writes: one file of whole tensors, or a folder of shards.
 
 The file is the `CheckpointIO`'s, as with any strategy. The folder is the engine's own checkpoint; what a
-framework keeps beside weights and optimizers (loops, callbacks, hyper-parameters) goes into its extra state,
-as one block that torch has saved. Such blocks and files are unpickled with `weights_only=True` unless the
-user says otherwise, so loading one runs no code. Called by the hooks of each front end; must not know what a
-Trainer is.
+framework or its user keeps beside weights and optimizers goes into its extra state, as one block that torch
+has saved. Such blocks and files are unpickled with `weights_only=True` unless the user says otherwise, so
+loading one runs no code. Called by the hooks of each front end, the Trainer's and Fabric's; must not know
+either's hooks, and its messages hold for both.
 """
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import pickle
 import shutil
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -29,7 +30,10 @@ from zero_strategy.errors import CheckpointError, ConfigError
 from zero_strategy.log import log_event
 
 STATE_DICT_TYPES = ("full", "sharded")  # a file, a folder
+MASTERS_KEY = "zero_strategy_masters"  # in a checkpoint file: fp32 weights under the names of the state dict
 CONTENT_KEY = "lightning"  # of a folder's extra state: what the framework keeps, as torch has saved it
+
+T = TypeVar("T")
 
 
 def check_type(state_dict_type: str) -> None:
@@ -81,21 +85,25 @@ def open_folder(
     Raises:
         CheckpointError: It is no checkpoint, or holds other classes than torch loads safely; on all ranks.
     """
-    opened = engine.open_checkpoint(os.fspath(path))
-    extra = opened.extra()
-    packed = extra.get(CONTENT_KEY) if isinstance(extra, dict) else None
-    if not isinstance(packed, Tensor):
-        return opened, {}
-    where = f"what {path} holds beside the weights"
-    content: dict[str, Any] = agreed(
-        engine.collectives, lambda: _load(io.BytesIO(packed.numpy().tobytes()), where, weights_only)
-    )
+    opened = engine.open_checkpoint(_without_scheme(path))
+    try:
+        extra = opened.extra()
+        packed = extra.get(CONTENT_KEY) if isinstance(extra, dict) else None
+        if not isinstance(packed, Tensor):
+            return opened, {}
+        where = f"what {path} holds beside the weights"
+        content: dict[str, Any] = agreed(
+            engine.collectives, lambda: _load(io.BytesIO(packed.numpy().tobytes()), where, weights_only)
+        )
+    except BaseException:
+        opened.close()
+        raise
     return opened, content
 
 
 def is_folder(path: Any) -> bool:
     """Whether a checkpoint is a folder; a path that does not exist is none."""
-    return isinstance(path, str | os.PathLike) and os.path.isdir(path)
+    return isinstance(path, str | os.PathLike) and os.path.isdir(_without_scheme(path))
 
 
 def refuse_storage_options(storage_options: Any) -> None:
@@ -129,9 +137,9 @@ def load_file(checkpoint_io: Any, path: Any, *, weights_only: bool | None) -> di
     Raises:
         CheckpointError: It is missing, damaged, or holds other classes than torch loads safely.
     """
-    is_local = isinstance(path, str | os.PathLike) and os.path.isfile(path)
+    is_local = isinstance(path, str | os.PathLike) and os.path.isfile(_without_scheme(path))
     if is_local and type(checkpoint_io).__name__ == "TorchCheckpointIO":
-        return _load(path, f"the file {path}", weights_only)
+        return _load(_without_scheme(path), f"the file {path}", weights_only)
     try:
         content: dict[str, Any] = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
     except pickle.UnpicklingError as error:
@@ -140,7 +148,7 @@ def load_file(checkpoint_io: Any, path: Any, *, weights_only: bool | None) -> di
         raise CheckpointError(
             what=f"The checkpoint {path} does not exist.",
             why="There is neither a file nor a folder of that name.",
-            fix="Pass what save_checkpoint() or ModelCheckpoint has written; best_model_path has its name.",
+            fix="Pass the path that the checkpoint was saved to; ModelCheckpoint has it in best_model_path.",
         ) from error
     return content
 
@@ -155,7 +163,7 @@ def save_file(checkpoint_io: Any, path: Any, content: dict[str, Any], storage_op
         raise CheckpointError(
             what=f"{path} is a folder, and a single file is to be written there.",
             why="state_dict_type='full' writes one file; the folder is kept, it may be a checkpoint.",
-            fix="Save under another name, remove the folder, or use ZeroStrategy(state_dict_type='sharded').",
+            fix="Save under another name, remove the folder, or use state_dict_type='sharded'.",
         )
     checkpoint_io.save_checkpoint(content, path, storage_options=storage_options)
 
@@ -165,20 +173,40 @@ def remove(checkpoint_io: Any, path: Any) -> None:
 
     A folder loses its manifest first, so that whoever looks in between finds it incomplete, not damaged.
     """
-    if isinstance(path, str | os.PathLike) and os.path.islink(path):
-        os.unlink(path)
+    if isinstance(path, str | os.PathLike) and os.path.islink(_without_scheme(path)):
+        os.unlink(_without_scheme(path))
     elif is_folder(path):
-        Path(path, MANIFEST_NAME).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        folder = _without_scheme(path)
+        Path(folder, MANIFEST_NAME).unlink(missing_ok=True)
+        shutil.rmtree(folder)
     else:
         checkpoint_io.remove_checkpoint(path)
+
+
+def own(value: T) -> T:
+    """Copy what is mapped from a file, which may be overwritten while it is still in use."""
+    return copy.deepcopy(value)
+
+
+# -- masters --
+
+
+def has_16_bit_weights(engine: ZeroEngine) -> bool:
+    """Whether the engine keeps masters, which are more precise than its weights."""
+    return any(param.is_floating_point() and param.element_size() < 4 for param in engine.model.parameters())
 
 
 # -- helpers --
 
 
+def _without_scheme(path: Any) -> str:
+    """Return a path as the operating system knows it; a local one may be written as a URL."""
+    text: str = os.fspath(path)
+    return text.removeprefix("file://")
+
+
 def _local_folder(path: Any) -> str:
-    text: str = os.fspath(path).removeprefix("file://")
+    text = _without_scheme(path)
     if "://" in text:
         raise CheckpointError(
             what=f"A checkpoint folder cannot be written to {text!r}.",
@@ -190,7 +218,7 @@ def _local_folder(path: Any) -> str:
         raise CheckpointError(
             what=f"{text} is a file, and a folder is to be written there.",
             why="state_dict_type='sharded' writes a folder; the file is kept, it may be a checkpoint.",
-            fix="Save under another name, remove the file, or use ZeroStrategy(state_dict_type='full').",
+            fix="Save under another name, remove the file, or use state_dict_type='full'.",
         )
     return text
 
@@ -202,8 +230,8 @@ def _pack(content: dict[str, Any], folder: str) -> Tensor:
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise CheckpointError(
             what=f"What goes into {folder} beside the weights cannot be stored: {error}.",
-            why="It is pickled, as in a single file; a callback, a hyper-parameter or on_save_checkpoint has "
-            "put something there that cannot be.",
+            why="It is pickled, as in a single file, and something in it cannot be: of the state that was "
+            "given to save, or what a callback, a hyper-parameter or on_save_checkpoint has added.",
             fix="Store tensors, numbers, strings, and lists and dicts of these.",
         ) from error
     buffer.seek(0)
@@ -211,8 +239,8 @@ def _pack(content: dict[str, Any], folder: str) -> Tensor:
     if unsafe:
         log_event(
             f"{folder} holds objects of {', '.join(sorted(unsafe))} beside the weights: loading it will need "
-            f"weights_only=False. Who put them there (a callback, hyper-parameters, on_save_checkpoint) can "
-            f"store plain values instead."
+            f"weights_only=False. Whoever puts them there (the state that is given to save, a callback, "
+            f"hyper-parameters, on_save_checkpoint) can store plain values instead."
         )
     return torch.from_numpy(numpy.frombuffer(buffer.getvalue(), dtype=numpy.uint8).copy())
 
@@ -230,7 +258,7 @@ def _load(source: Any, subject: str, weights_only: bool | None) -> dict[str, Any
         raise CheckpointError(
             what=f"{subject[:1].upper()}{subject[1:]} is a {type(content).__name__}.",
             why="A checkpoint is a dict.",
-            fix="Pass what save_checkpoint() or ModelCheckpoint has written.",
+            fix="Pass the path that a checkpoint was saved to.",
         )
     return content
 
@@ -244,8 +272,8 @@ def _not_unpickled(source: Any, subject: str, error: Exception) -> CheckpointErr
     return CheckpointError(
         what=f"{subject[:1].upper()}{subject[1:]} holds objects of {', '.join(sorted(classes))}.",
         why="Unpickling other classes than tensors and plain values can run code, so it needs your word.",
-        fix="If you trust it, pass weights_only=False (fit, validate, test and predict take it), or name the "
-        "classes in torch.serialization.add_safe_globals.",
+        fix="If you trust it, pass weights_only=False (trainer.fit, validate, test and predict take it, and "
+        "fabric.load), or name the classes in torch.serialization.add_safe_globals.",
     )
 
 

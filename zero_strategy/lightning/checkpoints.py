@@ -20,17 +20,19 @@ from typing import Any
 
 import torch
 
-from zero_strategy.checkpoint.full_weights import more_precise
+from zero_strategy.checkpoint.full_weights import MorePreciseWeights
 from zero_strategy.checkpoint.opened import OpenCheckpoint
 from zero_strategy.checkpoint.together import agreed
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError
 from zero_strategy.lightning import checkpoint_files, rng
+from zero_strategy.lightning.checkpoint_files import MASTERS_KEY, has_16_bit_weights
 from zero_strategy.lightning.finetuning import restore_param_groups
 from zero_strategy.log import log_event
 
-MASTERS_KEY = "zero_strategy_masters"  # in a checkpoint file: fp32 weights under the names of the state dict
 RNG_KEY = "zero_strategy_rng"  # in a checkpoint: the state of each rank's random number generators
+# Taken over at once, so they may stay mapped from the file; anybody may keep the rest.
+MAPPED_KEYS = ("state_dict", "optimizer_states", MASTERS_KEY)
 
 _Base: Any = object
 
@@ -42,6 +44,11 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
         self._opened: OpenCheckpoint | None = None  # the folder that is being loaded
         self._rng_at_first_step: dict[str, Any] | None = None  # See [Note: Random numbers]
         super().__init__(stage, config, **keywords)
+
+    def setup_environment(self) -> None:
+        """Forget what a former run has not come to: it may have made no step, or have failed in between."""
+        self._forget_loading()
+        super().setup_environment()
 
     # -- saving --
 
@@ -104,7 +111,7 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
             What Lightning has put there. The weights of a folder are a dict that reads them when looked at.
         """
         engine: ZeroEngine = self.engine
-        self._opened = None
+        self._forget_loading()
         if weights_only is None:
             weights_only = _asked_weights_only(self.lightning_module.trainer)
         if checkpoint_files.is_folder(checkpoint_path):
@@ -118,9 +125,13 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
             io = self.checkpoint_io
             content = agreed(
                 engine.collectives,
-                lambda: checkpoint_files.load_file(io, checkpoint_path, weights_only=weights_only),
+                lambda: _owned(checkpoint_files.load_file(io, checkpoint_path, weights_only=weights_only)),
             )
-        _require_lightnings(content, checkpoint_path)
+        try:
+            _require_lightnings(content, checkpoint_path)
+        except CheckpointError:
+            self._forget_loading()
+            raise
         return content
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -129,16 +140,14 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
         if self._opened is None:
             self.engine.load_full_state_dict(weights, strict=strict)
             return
-        self._opened.load_weights(weights, strict=strict)
-        self._opened.close()
+        with self._opened as opened:
+            opened.load_weights(weights, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Take over masters, optimizer states and random number generators. Collective."""
         self._restore_param_groups(checkpoint)
         if MASTERS_KEY in checkpoint:
-            # `on_load_checkpoint` may have edited weights: a master counts only where it still rounds to one.
-            weights, masters = checkpoint["state_dict"], checkpoint[MASTERS_KEY]
-            merged = more_precise(weights, masters) if self.is_global_zero else {}
+            merged = agreed(self.engine.collectives, lambda: _with_masters(checkpoint))
             self.engine.load_full_state_dict(merged, strict=False)
         states = checkpoint["optimizer_states"]
         if states:
@@ -157,13 +166,18 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
 
     # -- helpers --
 
+    def _forget_loading(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+        self._opened = self._rng_at_first_step = None
+
     def _restore_param_groups(self, checkpoint: Mapping[str, Any]) -> None:
         """Let finetuning callbacks put back the groups they had added; what was frozen gets masters then."""
         before = list(self.engine.buckets)
         restore_param_groups(self.lightning_module.trainer, self.namespace)
         if self._opened is not None and self.engine.buckets != before:
-            self._opened.load_weights(checkpoint["state_dict"], strict=False)
-            self._opened.close()
+            with self._opened as opened:
+                opened.load_weights(checkpoint["state_dict"], strict=False)
 
     def _load_optimizers(self, states: list[dict[str, Any]]) -> None:
         if len(states) != len(self.optimizers):
@@ -174,8 +188,8 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
                 "only: load_from_checkpoint, then fit without ckpt_path.",
             )
         if self._opened is not None:
-            self._opened.load_optimizers()
-            self._opened.close()
+            with self._opened as opened:
+                opened.load_optimizers()
         for optimizer, state in zip(self.optimizers, states, strict=True):
             # A folder's are {}, unless `on_load_checkpoint` has put something there.
             if state or self._opened is None:
@@ -202,8 +216,9 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
 def _asked_weights_only(trainer: Any) -> bool | None:
     """Return the `weights_only` that was given to fit, validate, test or predict.
 
-    Lightning 2.6 hands it on only to strategies that restore before they set up, so it is read where it got
-    stuck.
+    Lightning 2.6 hands it on only to strategies that restore before they set up: for the others its
+    `Trainer._run` keeps it as an argument that nobody reads, and no hook is told of it. So it is read there,
+    from the frames below. Where Lightning hands it on, or has no such argument, this is not asked or None.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -239,6 +254,14 @@ def _require_lightnings(content: Mapping[str, Any], path: Any) -> None:
     )
 
 
-def has_16_bit_weights(engine: ZeroEngine) -> bool:
-    """Whether the engine keeps masters, which are more precise than its weights."""
-    return any(param.is_floating_point() and param.element_size() < 4 for param in engine.model.parameters())
+def _owned(content: dict[str, Any]) -> dict[str, Any]:
+    """Copy what callbacks, hyper-parameters and hooks may keep longer than the file stays as it is."""
+    rest = {key: value for key, value in content.items() if key not in MAPPED_KEYS}
+    return {**content, **checkpoint_files.own(rest)}
+
+
+def _with_masters(checkpoint: Mapping[str, Any]) -> MorePreciseWeights:
+    """Return the weights that have masters, as `on_load_checkpoint` may have edited them."""
+    weights, masters = checkpoint["state_dict"], checkpoint[MASTERS_KEY]
+    there = {name: weights[name] for name in masters if name in weights}
+    return MorePreciseWeights(there, masters.get)

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from zero_strategy.checkpoint.full_weights import more_precise
+from zero_strategy.checkpoint.full_weights import MorePreciseWeights
 from zero_strategy.checkpoint.together import agreed
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError
 from zero_strategy.lightning import checkpoint_files
-from zero_strategy.lightning.checkpoints import MASTERS_KEY, has_16_bit_weights
+from zero_strategy.lightning.checkpoint_files import MASTERS_KEY, has_16_bit_weights, own
 from zero_strategy.lightning.forward_module import engine_behind
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
@@ -113,18 +113,18 @@ class FabricCheckpointHooks(_Base):  # type: ignore[misc]
             self.load_module_state_dict(state, content, strict=strict)
             return {}
         if isinstance(state, torch.optim.Optimizer):
-            state.load_state_dict(content if _is_engines(state) else _own(content))
+            state.load_state_dict(content if _is_engines(state) else own(content))
             return {}
         if not state:
-            return _own(content)
+            return own(content)
         masters = content.pop(MASTERS_KEY, {})
         _check_keys(state, content, strict, path)
         for key in [key for key in state if key in content]:
             value = content.pop(key)
-            if self.is_global_zero and key in masters and isinstance(state[key], nn.Module):
-                value = {**value, **more_precise(value, masters[key])}
+            if key in masters and isinstance(state[key], nn.Module):
+                value = self._together(lambda: MorePreciseWeights(value, masters[key].get))  # noqa: B023
             self._put(state, key, value, strict)
-        return _own(content)
+        return own(content)
 
     def _load_folder(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         is_raw = isinstance(state, nn.Module)
@@ -150,9 +150,9 @@ class FabricCheckpointHooks(_Base):  # type: ignore[misc]
         if isinstance(target, nn.Module):
             self.load_module_state_dict(target, value, strict=strict)
         elif isinstance(target, stateful):
-            target.load_state_dict(value if _is_engines(target) else _own(value))
+            target.load_state_dict(value if _is_engines(target) else own(value))
         else:
-            state[key] = _own(value)
+            state[key] = own(value)
 
     # -- helpers --
 
@@ -160,13 +160,6 @@ class FabricCheckpointHooks(_Base):  # type: ignore[misc]
         """Do a rank's part of something all ranks do; where no model has been set up, nobody waits."""
         engines = self._living_engines()
         return agreed(engines[0].collectives, work) if engines else work()
-
-
-def _own(value: T) -> T:
-    """Copy tensors that are mapped from a file, which may be overwritten while they are still in use."""
-    apply = importlib.import_module("lightning_utilities.core.apply_func").apply_to_collection
-    copied: T = apply(value, Tensor, Tensor.clone)
-    return copied
 
 
 def _is_engines(value: Any) -> bool:

@@ -52,10 +52,15 @@ def shared_value(value: Any, group: dict[str, Any], weight: Tensor) -> Any:
     return value.to(weight.device if in_kernel else "cpu", copy=True)
 
 
+def fqn_of(optimizer: SlicedOptimizer, param: torch.nn.Parameter) -> str:
+    """Return the name of one of an optimizer's parameters."""
+    return optimizer.place_of(param).fqn
+
+
 def gather(optimizer: SlicedOptimizer, collectives: Collectives) -> dict[str, Any]:
     """Return the whole state on rank 0. See `ShardedOptimizer.state_dict`."""
     ids = {param: index for index, param in enumerate(optimizer.params())}
-    fqns = {index: _fqn(optimizer, param) for param, index in ids.items()}
+    fqns = {index: fqn_of(optimizer, param) for param, index in ids.items()}
     kinds = _agree_on_kinds(optimizer, collectives)
     state: dict[int, dict[str, Any]] = {}
     if collectives.rank == 0:
@@ -212,10 +217,6 @@ def _scalar(kind: list[Any]) -> Any:
     )
 
 
-def _fqn(optimizer: SlicedOptimizer, param: torch.nn.Parameter) -> str:
-    return optimizer.place_of(param).fqn
-
-
 def _agree_on_kinds(optimizer: SlicedOptimizer, collectives: Collectives) -> dict[str, dict[str, list[Any]]]:
     """Learn what state each parameter has on whichever ranks hold a slice of it."""
     mine: dict[str, dict[str, list[Any]]] = {}
@@ -297,7 +298,7 @@ def _table_of(optimizer: SlicedOptimizer, state_dict: dict[str, Any]) -> dict[st
         "state": {
             str(index): {
                 key: describe_kind(
-                    value, param.numel(), f"The saved state {key!r} of {_fqn(optimizer, param)!r}"
+                    value, param.numel(), f"The saved state {key!r} of {fqn_of(optimizer, param)!r}"
                 )
                 for key, value in state[index].items()
             }
