@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,8 @@ import zero_strategy as zs
 trouble, where, saves = sys.argv[1:]
 rank = int(os.environ.get("LOCAL_RANK", 0))
 print(f"rank {rank} is {os.getpid()}", flush=True)
+if where == "now" and rank == 0:
+    print("now", flush=True)
 
 def begin(here):
     if here == where:
@@ -221,3 +225,26 @@ def test_ctrl_c_in_a_terminal_saves(tmp_path: Path) -> None:
     ended = launch(tmp_path, "signal", "signal", saves=str(tmp_path), on_now=send)
     assert_all_ended(ended, "Detected KeyboardInterrupt")
     assert (tmp_path / "on_exception.ckpt").exists()
+
+
+@pytest.mark.slow
+def test_a_port_in_use_ends_all_ranks_with_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        monkeypatch.setenv("MASTER_PORT", port)
+        ended = launch(tmp_path, "none", "now")
+    assert not ended.hung and ended.codes != [0], ended.output
+    assert f"ConfigError: The ranks cannot meet at 127.0.0.1:{port}" in ended.output
+    assert "Unset MASTER_PORT" in ended.output and ended.seconds < 20
+
+
+@pytest.mark.slow
+def test_two_jobs_at_once_need_no_settings(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        folders = [tmp_path / name for name in ("one", "two")]
+        for folder in folders:
+            folder.mkdir()
+        jobs = [pool.submit(launch, folder, "none", "nowhere") for folder in folders]
+        assert [job.result().codes for job in jobs] == [[0], [0]]

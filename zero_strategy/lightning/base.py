@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zero_strategy import root_methods
@@ -23,7 +24,7 @@ from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError
 from zero_strategy.lightning.checkpoint_files import check_type
-from zero_strategy.lightning.endings import reporting
+from zero_strategy.lightning.endings import refuse_port, reporting
 from zero_strategy.lightning.other_strategies import refuse_others_keywords
 from zero_strategy.lightning.settings import load_config, shards_alike
 from zero_strategy.loss_scaler import LossScaler
@@ -79,7 +80,10 @@ class ZeroStrategyBase(_Base):  # type: ignore[misc]
                 why="A CheckpointIO writes one file from rank 0; here every rank writes its own part.",
                 fix="Leave the plugin out, or use state_dict_type='full'.",
             )
-        super().setup_environment()
+        try:
+            super().setup_environment()
+        except dist.DistNetworkError as error:
+            raise refuse_port(error) from error
         # Until there is an engine, which has a watch of its own.
         self._end_early_watch()
         self._early_watch = watch_ranks("launch", Links())

@@ -16,6 +16,7 @@ computes on, is ended by the watch, and with it the others.
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import socket
 import threading
@@ -24,8 +25,11 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
+
 from zero_strategy.comm.stops import StopRequest
 from zero_strategy.comm.watch import Watch
+from zero_strategy.errors import ConfigError
 from zero_strategy.log import log_event
 
 STOP_S = 6.0  # leaves the watch time to end all ranks within 20 s of the signal
@@ -136,10 +140,21 @@ def reporting(
         watches: Returns what to report to.
         is_agreed: Whether an exception is one that all ranks raise together.
     """
-    launcher.launch = partial(_launch, launcher.launch, watches, is_agreed)
+    launcher.launch = partial(_launch, launcher, launcher.launch, watches, is_agreed)
+
+
+def refuse_port(error: Exception) -> ConfigError:
+    """Return what to raise when the ranks cannot meet because of their port, or the network."""
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return ConfigError(
+        what=f"The ranks cannot meet at {place} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}",
+        why="Rank 0 listens there for the others. A port belongs to one program, such as another job.",
+        fix="Unset MASTER_PORT, and a free port is chosen (on one machine), or set it to another one.",
+    )
 
 
 def _launch(
+    launcher: Any,
     launch: Callable[..., Any],
     watches: Callable[[], list[Watch]],
     is_agreed: Callable[[BaseException], bool],
@@ -152,6 +167,8 @@ def _launch(
     try:
         return launch(function, *args, **kwargs)
     except BaseException as error:
+        if not dist.is_initialized():
+            launcher.kill(signal.SIGTERM)  # the ranks it has started wait for one that will never come
         if not is_agreed(error):
             for watch in watches():
                 cause = watch.fail_or_explain(error)
