@@ -19,6 +19,7 @@ from zero_strategy.comm.collectives import Collectives, Handle
 from zero_strategy.comm.ledger import MemoryUse
 from zero_strategy.compat import get_versions, set_versions
 from zero_strategy.errors import ShardingError
+from zero_strategy.gradient_wire import GradWire
 from zero_strategy.layout import BucketLayout, ShardSlice
 from zero_strategy.log import span
 from zero_strategy.placeholder import freed_class, placeholder
@@ -99,7 +100,7 @@ class Bucket:
         *,
         device: torch.device,
         names: dict[int, str],
-        grad_dtype: torch.dtype | None = None,
+        wire: GradWire,
     ) -> None:
         """Lay the parameters out in a flat buffer, empty as yet: `adopt` moves their values there.
 
@@ -109,7 +110,7 @@ class Bucket:
             collectives: For gathers and reductions.
             device: Where the shards live.
             names: Fully qualified name by `id` of the parameter, for the errors of placeholders.
-            grad_dtype: Of the gradients that accumulate and are reduced; None: the parameters' own.
+            wire: How gradients accumulate and travel.
         """
         self.index = index
         self.name = plan.name
@@ -119,7 +120,7 @@ class Bucket:
         self._collectives = collectives
         shapes = [(fqn, tuple(param.shape)) for fqn, param in zip(plan.fqns, plan.params, strict=True)]
         self.layout = BucketLayout.build(shapes, collectives.world_size, plan.dtype.itemsize)
-        self.grad_dtype = grad_dtype or plan.dtype
+        self._wire = wire
         self.flat = empty_flat(self.layout.padded_numel, plan.dtype, device)
         self.state = ParamState(plan.params, views_of(self.flat, self.layout), names)
         own_shards = (collectives.rank, 1) if plan.policy.shard_optim else (0, self.layout.num_shards)
@@ -135,6 +136,16 @@ class Bucket:
         self._reducing: tuple[Tensor, ...] = ()  # gradients and mean of a reduction under way
         self.has_grad = [False] * len(plan.params)
         self.stashed = [False] * len(plan.params)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """The dtype of `grad_shard`."""
+        return self._wire.accum_dtype or self.flat.dtype
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype in which gradients travel, unless they have accumulated in another."""
+        return self._wire.wire_dtype or self.flat.dtype
 
     @property
     def params(self) -> Sequence[nn.Parameter]:
@@ -209,19 +220,27 @@ class Bucket:
         handle.wait()
         free_storage(self.flat)
 
-    def start_publish(self) -> Handle | None:
+    @property
+    def publishes(self) -> bool:
+        """Whether a changed shard has to be gathered: the parameters are whole, and updated in parts."""
+        return self.is_whole and self.policy.shard_optim
+
+    def start_publish(self, part: range | None = None) -> Handle | None:
         """After `param_shard` has changed: start making the whole parameters, where they stay, agree with it.
+
+        Args:
+            part: Which elements of every rank's shard; None for all.
 
         Shapes:
             param_shard [shard_numel] -> flat [padded_numel], in place
         """
         self.state.note_write(self.is_whole)
-        if not (self.is_whole and self.policy.shard_optim):
+        if not self.publishes:
             return None
         with span("ZeRO::publish", self.name):
             if self.policy.shard_params:
                 self._own_range(self.flat).copy_(self.param_shard)
-            return self._collectives.all_gather(self.flat, self.name)
+            return self._collectives.all_gather(self.flat, self.name, part=part)
 
     def take_written(self) -> None:
         """Keep what somebody has written into the whole parameters, rank 0's on all ranks. Collective.
@@ -269,7 +288,8 @@ class Bucket:
         """Start averaging the stashed gradients over all ranks; parameters without one here contribute zeros.
 
         Shapes:
-            full_grad [padded_numel] -> mean of this rank's range [shard_numel] (whole at stage 0)
+            full_grad [padded_numel], travelling as `GradWire` says -> mean of this rank's range [shard_numel]
+            (whole at stage 0)
         Source: ZeRO, arXiv:1910.02054, section 5.2 (gradient partitioning).
         """
         with span("ZeRO::reduce", self.name):
@@ -283,8 +303,10 @@ class Bucket:
             self.stashed = [False] * len(self.stashed)
             mean = self._mean_target(full)
             shard = mean if self.policy.shard_optim else self._rank_range(mean)
-            self._reducing = (full, mean)
-            handle = self._collectives.reduce_scatter_mean(full, shard, self.name)
+            packed = self._wire.pack(full)
+            self._reducing = (packed, mean)
+            divisor = self._wire.divide_after
+            handle = self._collectives.reduce_scatter_mean(packed, shard, self.name, divisor=divisor)
             return Handle([], lambda: self._accept(handle, mean))
 
     def clear_grads(self, indices: set[int] | None = None) -> None:

@@ -23,6 +23,7 @@ from zero_strategy.bucketing import BucketPlan, plan_buckets, replan, summarize
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.ledger import MemoryUse
 from zero_strategy.config import ZeroConfig
+from zero_strategy.gradient_wire import GradWire
 from zero_strategy.log import log_event
 from zero_strategy.optim.places import Place
 
@@ -106,8 +107,8 @@ class BucketSet:
     # -- helpers --
 
     def _build(self, plan: BucketPlan) -> Bucket:
-        wide = torch.float32 if self._config.data_types.grad_accum_dtype == "fp32" else None
-        return Bucket(0, plan, self._collectives, device=self._device, names=self._names, grad_dtype=wide)
+        wire = GradWire.of(self._config, self._collectives.world_size)
+        return Bucket(0, plan, self._collectives, device=self._device, names=self._names, wire=wire)
 
     def _exchange(self, old: Bucket, begun: set[nn.Parameter]) -> None:
         """Move the parameters of a frozen bucket into new ones."""

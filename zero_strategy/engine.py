@@ -196,6 +196,7 @@ class ZeroEngine:
             scaler=self.loss_scaler,
             gradient_clipping=self.config.gradient_clipping,
             sub_group_numel=self.config.zero_optimization.sub_group_size,
+            publish_numel=self.config.zero_optimization.allgather_bucket_size,
         )
         sharded = ShardedOptimizer(optimizer, self._places, self._masters, self._collectives, settings)
         self.optimizers.append(sharded)
@@ -477,6 +478,7 @@ class ZeroEngine:
             self.optimizers,
             world_size=self._collectives.world_size,
             stage=self.config.stage,
+            limits=LiveLimits.of(self.config.zero_optimization),
         )
 
     def _make_trainable(self, params: Sequence[nn.Parameter]) -> None:

@@ -22,6 +22,7 @@ from zero_strategy.estimate import (
     model_state_bytes,
     traffic_numel,
 )
+from zero_strategy.live_buckets import LiveLimits
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
 
@@ -32,6 +33,7 @@ def write_report(
     *,
     world_size: int,
     stage: int,
+    limits: LiveLimits,
 ) -> str:
     """Return the table as plain text.
 
@@ -41,8 +43,9 @@ def write_report(
         optimizers: All optimizers of the engine.
         world_size: N.
         stage: The stage that was asked for.
+        limits: How much of the parameters may be whole at stage 3.
     """
-    facts = _Facts(buckets, optimizers, world_size, stage)
+    facts = _Facts(buckets, optimizers, world_size, stage, limits)
     lines = [facts.describe(), ""]
     step = ledger.last_step
     if step is None:
@@ -68,15 +71,18 @@ class _Facts:
         optimizers: Sequence[ShardedOptimizer],
         world_size: int,
         stage: int,
+        limits: LiveLimits,
     ) -> None:
         trainable = [bucket for bucket in buckets if bucket.trainable]
         self.buckets = buckets
         self.world_size = world_size
         self.stage = stage
+        self.limits = limits
         self.num_params = sum(bucket.layout.numel for bucket in buckets)
         self.num_trainable = sum(bucket.layout.numel for bucket in trainable)
         self.param_bytes = _common(bucket.flat.element_size() for bucket in buckets)
         self.grad_bytes = _common(bucket.grad_dtype.itemsize for bucket in trainable)
+        self.wire_bytes = _common(bucket.wire_dtype.itemsize for bucket in trainable)
         self.state_bytes = _common(_state_bytes(optimizer) for optimizer in optimizers)
         self.num_kept_whole = sum(b.layout.numel for b in buckets if _stage_of(b) < self.stage)
 
@@ -143,7 +149,8 @@ def _sent(step: StepRecord, facts: _Facts) -> list[TableRow]:
     rows = []
     for kind, factor in per_psi.items():
         name = kind.replace("_", "-")
-        item_bytes = facts.param_bytes if kind == "reduce_scatter" or facts.stage else facts.grad_bytes
+        gathered_bytes = facts.param_bytes if facts.stage else facts.grad_bytes
+        item_bytes = facts.wire_bytes if kind == "reduce_scatter" else gathered_bytes
         is_frozen_too = kind == "all_gather" and facts.stage == 3
         symbol = "Psi" if is_frozen_too else facts.trainable_symbol
         if item_bytes is None:
@@ -172,6 +179,8 @@ def _sent_note(kind: str, facts: _Facts) -> str:
 
 
 def _live_text(facts: _Facts) -> str:
+    if facts.limits.max_reuse_numel or facts.limits.prefetch_numel not in (0, "one bucket"):
+        return f"at most {facts.limits.max_live_numel:,} elements, or what is used at a time"
     sharded = [bucket for bucket in facts.buckets if bucket.policy.shard_params]
     whole_bytes = {bucket: bucket.layout.padded_numel * bucket.flat.element_size() for bucket in sharded}
     root_bytes = sum(size for bucket, size in whole_bytes.items() if bucket.is_root)

@@ -96,29 +96,34 @@ class Collectives:
 
     # -- flat buffers --
 
-    def all_gather(self, flat: Tensor, name: str) -> Handle:
+    def all_gather(self, flat: Tensor, name: str, *, part: range | None = None) -> Handle:
         """Start filling a flat buffer with the shards of all ranks.
 
         Args:
             flat: The buffer.
             name: The bucket's, for messages.
+            part: Which elements of every shard, where that is not all of it.
 
         Shapes:
             flat [padded_numel]; this rank's range must be filled in already.
         """
         shard_numel = flat.numel() // self.world_size
-        self._ledger.record("all_gather", (self.world_size - 1) * shard_numel * flat.element_size())
+        whole = range(shard_numel)
+        part = whole if part is None else part
+        self._ledger.record("all_gather", (self.world_size - 1) * len(part) * flat.element_size())
         group = self._topology.gather_group
         ticket = self._begin("gather", f"The all-gather of bucket {name!r}")
         with self._waiting(ticket):
-            if group is not None and self._topology.native:
+            if group is not None and self._topology.native and part == whole:
                 own = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel]
                 works = [compat.native_all_gather(ordered.as_bytes(flat), ordered.as_bytes(own), group)]
             else:
-                works = ordered.start_all_gather(flat, shard_numel, name, group)
+                works = ordered.start_all_gather(flat, part, f"{name} {part.start}", group)
         return Handle(works, waiting=partial(self._waiting, ticket))
 
-    def reduce_scatter_mean(self, full: Tensor, output: Tensor, name: str) -> Handle:
+    def reduce_scatter_mean(
+        self, full: Tensor, output: Tensor, name: str, *, divisor: float | None = None
+    ) -> Handle:
         """Start averaging a flat buffer over all ranks, each rank receiving its own range of the mean.
 
         The sum is taken in fp32 (fp64 for fp64) and the mean is rounded once, to the dtype of `output`.
@@ -127,10 +132,12 @@ class Collectives:
             full: The buffer.
             output: Where the mean goes.
             name: The bucket's, for messages.
+            divisor: What the sum is divided by; None: the number of ranks.
 
         Shapes:
             full [padded_numel] -> output [padded_numel / N]; `output` may be this rank's range of `full`.
         """
+        divisor = self.world_size if divisor is None else divisor
         self._ledger.record("reduce_scatter", (self.world_size - 1) * output.numel() * full.element_size())
         group = self._topology.reduce_group
         ticket = self._begin("reduce", f"The reduce-scatter of bucket {name!r}")
@@ -139,12 +146,12 @@ class Collectives:
         if group is not None and self._topology.native and sums_exactly:
             with waiting():
                 work = compat.native_reduce_scatter_sum(output, full, group)
-            return Handle([work], lambda: _divide(output, self.world_size), waiting)
+            return Handle([work], lambda: _divide(output, divisor), waiting)
         # NCCL would round a 16-bit sum at every hop; exchanging first sends the same bytes and rounds once.
         received = self._receive.take(full)
         with waiting():
             works = ordered.start_exchange(full, received, name, group)
-        return Handle(works, lambda: self._finish_mean(full, received, output), waiting)
+        return Handle(works, lambda: self._finish_mean(full, received, output, divisor), waiting)
 
     def end_reductions(self) -> None:
         """Let go of the memory that reductions have kept; to be called after the last of a backward."""
@@ -154,8 +161,8 @@ class Collectives:
         """Return the bytes of the buffer that reductions receive into."""
         return MemoryUse(grads=self._receive.held_bytes)
 
-    def _finish_mean(self, full: Tensor, received: Tensor, output: Tensor) -> None:
-        ordered.mean_in_rank_order(full, received, output, self.rank)
+    def _finish_mean(self, full: Tensor, received: Tensor, output: Tensor, divisor: float) -> None:
+        ordered.mean_in_rank_order(full, received, output, rank=self.rank, divisor=divisor)
         self._receive.give_back(received)
 
     # -- control messages --
@@ -303,7 +310,7 @@ _AGREED: dict[str, type[ZeroError]] = {
 }
 
 
-def _divide(tensor: Tensor, divisor: int) -> None:
+def _divide(tensor: Tensor, divisor: float) -> None:
     tensor.div_(divisor)
 
 

@@ -80,18 +80,18 @@ def as_bytes(flat: Tensor) -> Tensor:
 
 
 def start_all_gather(
-    flat: Tensor, shard_numel: int, name: str, group: dist.ProcessGroup | None
+    flat: Tensor, part: range, name: str, group: dist.ProcessGroup | None
 ) -> list[dist.Work]:
-    """Start sending this rank's range of `flat` to each other rank, and receiving theirs.
+    """Start sending this rank's range of `flat`, or a part of it, to each other rank, and receiving theirs.
 
     Together that is what an all-gather sends: (N-1)/N of `flat` per rank. See [Note: Messages have names].
 
     Shapes:
-        flat [N * shard_numel]; this rank's range is filled in, the others are written.
+        flat [N * shard_numel]; this rank's range is filled in, of the others the part is written.
     """
     if group is None:
         return []
-    shards = as_bytes(flat).split(shard_numel * flat.element_size())
+    shards = [as_bytes(shard[part.start : part.stop]) for shard in flat.chunk(group.size())]
     if flat.device.type != "cpu":  # gloo sends and receives host memory only, but broadcasts any
         works = [dist.broadcast(shard, src=r, group=group, async_op=True) for r, shard in enumerate(shards)]
         return [work for work in works if work is not None]
@@ -129,8 +129,8 @@ def _start_messages(
     return [work for work in works if work is not None]
 
 
-def mean_in_rank_order(full: Tensor, received: Tensor, output: Tensor, rank: int) -> None:
-    """Write the mean of all versions: summed in rank order in fp32 (fp64 for fp64), rounded once.
+def mean_in_rank_order(full: Tensor, received: Tensor, output: Tensor, *, rank: int, divisor: float) -> None:
+    """Write the mean of all versions: summed in rank order in fp32 (fp64 for fp64), divided, rounded once.
 
     Shapes:
         full [N * shard_numel], of which this rank's range is its own version, and received [N * shard_numel]
@@ -155,4 +155,4 @@ def mean_in_rank_order(full: Tensor, received: Tensor, output: Tensor, rank: int
             total.copy_(first)
         for version in others:
             total.add_(version)
-        torch.div(total, len(versions), out=target)
+        torch.div(total, divisor, out=target)

@@ -27,6 +27,7 @@ from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.optim import full_state
 from zero_strategy.optim.elementwise import counts_steps_per_tensor
 from zero_strategy.optim.places import Place, SliceState
+from zero_strategy.optim.publish import Publisher
 from zero_strategy.optim.step_gradients import StepGradients
 from zero_strategy.precision import Masters
 
@@ -44,6 +45,7 @@ class StepSettings:
         scaler: Says what gradients are to be divided by.
         gradient_clipping: Norm to clip at in `step()` if nobody has clipped since the last one; 0 for none.
         sub_group_numel: Master elements stepped at a time; bounds the fp32 copies of 16-bit gradients.
+        publish_numel: Elements all-gathered at a time afterwards.
     """
 
     before_step: Callable[[], None]
@@ -54,6 +56,7 @@ class StepSettings:
     scaler: LossScaler
     gradient_clipping: float = 0.0
     sub_group_numel: int = 25_000_000
+    publish_numel: int = 500_000_000
 
 
 @dataclass
@@ -133,14 +136,13 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _update_all(self) -> None:
-        publishing = []
+        publisher = Publisher(self._run.settings.publish_numel)
         with torch.no_grad():
             for sub_group in self._sub_groups():
                 self._update(sub_group)
-                publishing += [bucket.start_publish() for bucket in sub_group]
-        for handle in publishing:
-            if handle is not None:
-                handle.wait()
+                for bucket in sub_group:
+                    publisher.start(bucket)
+        publisher.wait()
 
     def _update(self, buckets: Sequence[Bucket]) -> None:
         """Step the user's optimizer over the slices of a few buckets."""
