@@ -350,8 +350,7 @@ def test_changed_weights_keep_their_masters_and_are_checked_before_anything_is_r
 def test_masters_are_merged_with_weights_one_by_one_and_an_error_is_everybodys() -> None:
     for stage in (1, 3):
         with subtest(f"stage {stage}"):
-            model = Mlp(width=64, depth=8)
-            model = model.to(torch.bfloat16)
+            model = Mlp(width=64, depth=16).to(torch.bfloat16)
             engine = sharded(model, stage=stage, reduce_bucket_size=10_000)
             engine.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             weights = engine.full_state_dict()
@@ -363,14 +362,22 @@ def test_masters_are_merged_with_weights_one_by_one_and_an_error_is_everybodys()
                 engine.load_full_state_dict(MorePreciseWeights(weights, masters.get))
             peak = max(sum(alive.values()) for alive in tracker.history) - before
             largest = 4 * max(param.numel() for param in model.parameters())
-            assert peak < 4 * largest < 4 * sum(param.numel() for param in model.parameters()) / 1.5
+            # A merged one and what it is made of; what is sent, of which gloo lets go a little later.
+            assert peak < 7 * largest, (peak, largest)
+            assert 4 * sum(param.numel() for param in model.parameters()) > 14 * largest
             assert_same(engine.full_state_dict(dtype=torch.float32), masters)
 
-            def broken(name: str) -> Tensor | None:
-                raise ValueError(f"no {name}")
+            for num_good in (0, len(masters) + 2):  # also while weights are sent, after all were looked at
+                looks: list[str] = []
 
-            with expect_error(zs.CheckpointError, ["rank 0", "no layers.0.weight"]):
-                engine.load_full_state_dict(MorePreciseWeights(weights, broken))
+                def broken(name: str, num_good: int = num_good, looks: list[str] = looks) -> Tensor | None:
+                    looks.append(name)
+                    if len(looks) > num_good:
+                        raise ValueError(f"no {name}")
+                    return None
+
+                with expect_error(zs.CheckpointError, ["rank 0", "no layers."]):
+                    engine.load_full_state_dict(MorePreciseWeights(weights, broken))
 
 
 @distributed(world_size=2)

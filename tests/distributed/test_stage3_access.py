@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zero_strategy as zs
 from tests.harness import distributed, expect_error, rank, subtest
-from tests.models import Routes, awkward_loss, inputs, route_loss, sgd, square_loss
+from tests.models import Mlp, Routes, awkward_loss, inputs, route_loss, sgd, square_loss
 from tests.recorder import Recorder, assert_nothing_whole
 from tests.reference import Naive, Recipe, Zero, grid
 
@@ -333,3 +333,15 @@ def test_hooks_of_users_may_read_the_weights_of_their_module() -> None:
     zs.ZeroEngine(model, zs.ZeroConfig(stage=3, stage3_param_persistence_threshold=0))
     model(torch.ones(2, 4)).sum().backward()
     assert len(seen) == 1 and seen[0] == seen[0]
+
+
+@distributed(world_size=2)
+def test_two_sharded_parameters_are_equal_if_they_are_one() -> None:
+    """Lightning's finetuning callbacks ask so which parameters an optimizer has already."""
+    zero = Zero(Recipe(build=lambda _: Mlp()), stage=3)
+    first, second = zero.model.layers[0].weight, zero.model.layers[1].weight
+    assert torch.equal(first, first) and not torch.equal(first, second)
+    assert not torch.equal(first, zero.model.layers[1].bias)
+    with expect_error(zs.ShardingError, "layers.0.weight"):
+        torch.equal(first, torch.ones(15, 15))
+    zero.close()

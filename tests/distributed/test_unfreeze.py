@@ -492,15 +492,3 @@ def test_close_takes_off_what_an_exchange_has_put_on(stage: int) -> None:
         assert not compat.post_accumulate_hooks(param)
     for module in zero.model.modules():
         assert not (module._forward_pre_hooks or module._forward_hooks)
-
-
-@distributed(world_size=2)
-def test_two_sharded_parameters_are_equal_if_they_are_one() -> None:
-    """Lightning's finetuning callbacks ask so which parameters an optimizer has already."""
-    zero = Zero(Recipe(build=lambda _: Mlp()), stage=3)
-    first, second = zero.model.layers[0].weight, zero.model.layers[1].weight
-    assert torch.equal(first, first) and not torch.equal(first, second)
-    assert not torch.equal(first, zero.model.layers[1].bias)
-    with expect_error(zs.ShardingError, "layers.0.weight"):
-        torch.equal(first, torch.ones(15, 15))
-    zero.close()
