@@ -161,10 +161,11 @@ def _new_strategy(namespace: str, **keywords: Any) -> Any:
 
 
 def _refuse_name(mistaken: str) -> None:
+    working = [name for name, keywords in STRATEGIES.items() if set(keywords) == {"stage"}]  # no offload yet
     raise ConfigError(
         what=f"There is no strategy {mistaken!r}.",
         why="ZeRO has the stages 1, 2 and 3 (stage 0 is plain data parallelism: Lightning's own 'ddp').",
-        fix=f"Use one of {', '.join(STRATEGIES)}, or ZeroStrategy(stage=...) with your own settings.",
+        fix=f"Use one of {', '.join(working)}, or ZeroStrategy(stage=...) with your own settings.",
     )
 
 

@@ -129,13 +129,15 @@ class ZeroStrategyBase(_Base):  # type: ignore[misc]
     def _new_engine(
         self, module: nn.Module, config: ZeroConfig, loss_scaler: LossScaler | None = None
     ) -> ZeroEngine:
-        return ZeroEngine(
-            module,
-            config,
-            device=self.root_device,
-            param_init_fn=self._param_init_fn,
-            loss_scaler=loss_scaler,
-        )
+        # What is made under the user's own inference_mode could not be trained later.
+        with torch.inference_mode(False):
+            return ZeroEngine(
+                module,
+                config,
+                device=self.root_device,
+                param_init_fn=self._param_init_fn,
+                loss_scaler=loss_scaler,
+            )
 
     def _move_rest(self, module: nn.Module) -> None:
         """Move what the engine does not hold: metrics, and what the module says is its device."""

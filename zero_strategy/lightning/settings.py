@@ -13,6 +13,11 @@ from typing import Any
 from zero_strategy.config import ZeroConfig
 from zero_strategy.config_source import BATCH_KEYS
 from zero_strategy.errors import ConfigError
+from zero_strategy.log import log_once
+
+# "auto" is legal for these because other front ends derive them from a transformers model's hidden size; a
+# Trainer and Fabric know none.
+SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
 
 def load_config(stage: int | None, source: Any, keywords: Mapping[str, Any]) -> ZeroConfig:
@@ -58,6 +63,7 @@ def resolve_for_trainer(config: ZeroConfig, trainer: Any, precision: str, world_
             "gradient_clipping": float(trainer.gradient_clip_val or 0.0),
             "bf16.enabled": precision == "bf16-true",
             "fp16.enabled": precision == "16-true",
+            **_default_sizes(config),
         },
     )
     _check_precision(resolved, precision)
@@ -79,12 +85,50 @@ def resolve_for_fabric(config: ZeroConfig, precision: str, world_size: int) -> Z
         The resolved config.
 
     Raises:
-        ConfigError: Config and Fabric contradict each other, or something else than precision is "auto".
+        ConfigError: Config and Fabric contradict each other, or batch numbers or clipping are "auto".
     """
-    auto = {"bf16.enabled": precision == "bf16-true", "fp16.enabled": precision == "16-true"}
+    auto = {
+        "bf16.enabled": precision == "bf16-true",
+        "fp16.enabled": precision == "16-true",
+        **_default_sizes(config),
+    }
     resolved = config.resolve(world_size, auto=auto)
     _check_precision(resolved, precision)
     return resolved
+
+
+def compare_batch_size(config: ZeroConfig, trainer: Any, world_size: int) -> ConfigError | None:
+    """Compare a config's batch numbers with the training loader, which exists when training starts.
+
+    Args:
+        config: As the user wrote it.
+        trainer: The Trainer, its training loader set up.
+        world_size: Number of ranks.
+
+    Returns:
+        The error to raise, or None: also where the loader does not say its batch size.
+    """
+    size = _batch_size_of(trainer.train_dataloader)
+    if size is None:
+        return None
+    num_micro_batches = trainer.accumulate_grad_batches
+    found = {"train_micro_batch_size_per_gpu": (size, "the batch size of the training loader")}
+    if trainer.lightning_module.automatic_optimization:
+        found["train_batch_size"] = (
+            size * num_micro_batches * world_size,
+            f"{size} of the training loader x accumulate_grad_batches={num_micro_batches} "
+            f"x {world_size} ranks",
+        )
+    for key, (number, origin) in found.items():
+        said = getattr(config, key)
+        if config.is_given(key) and key not in config.auto_keys and said != number:
+            return ConfigError(
+                what=f"The config has {key} = {said} (from {config.origin_of(key)}), and the Trainer trains "
+                f"with {number}: {origin}.",
+                why="The loader and the Trainer make the batches, so only their numbers can have an effect.",
+                fix=f"Set {key} to {number} or 'auto', leave it out, or change the loader or the Trainer.",
+            )
+    return None
 
 
 def shards_alike(first: ZeroConfig, second: ZeroConfig) -> bool:
@@ -149,6 +193,18 @@ def _check_accumulation(config: ZeroConfig, num_micro_batches: int) -> ZeroConfi
 def _loader_batch_size(trainer: Any) -> int:
     """Return the batch size of the loader given to `fit`, or 1 if not known yet; only "auto" asks for it."""
     # A loader, or a module or datamodule that makes one later.
-    loader = trainer.fit_loop._data_source.instance
+    return _batch_size_of(trainer.fit_loop._data_source.instance) or 1
+
+
+def _batch_size_of(loader: Any) -> int | None:
     size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return size if isinstance(size, int) else 1
+    return size if isinstance(size, int) else None
+
+
+def _default_sizes(config: ZeroConfig) -> dict[str, object]:
+    """Return the defaults of what only other front ends derive, and say so where the config asks for it."""
+    defaults = {f"zero_optimization.{name}": getattr(config.zero_optimization, name) for name in SIZES}
+    for key, default in defaults.items():
+        if key in config.auto_keys:
+            log_once(f'{key} is "auto": Lightning derives no number, so the default counts: {default}.')
+    return defaults

@@ -27,7 +27,7 @@ from zero_strategy.lightning.checkpoints import CheckpointHooks
 from zero_strategy.lightning.endings import SignalStops
 from zero_strategy.lightning.precision import to_zero_plugin
 from zero_strategy.lightning.schedulers import wait_for_updates
-from zero_strategy.lightning.settings import resolve_for_trainer
+from zero_strategy.lightning.settings import compare_batch_size, resolve_for_trainer
 from zero_strategy.lightning.stock_callbacks import find_writers, other_rank_refuses, refuse_at_stage_3
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
@@ -157,9 +157,12 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         return scaler is not None or self.engine.loss_scaler.is_active
 
     def on_train_start(self) -> None:
-        """Take signals from here on, and compare the lengths of the ranks' loaders."""
+        """Compare the loaders with the config and with one another, and take signals from here on."""
         super().on_train_start()
-        self._begin_loop("training", [self.lightning_module.trainer.num_training_batches])
+        trainer = self.lightning_module.trainer
+        error = compare_batch_size(self._zero_config, trainer, self.world_size)
+        self.engine.collectives.agree(error)
+        self._begin_loop("training", [trainer.num_training_batches])
 
     def on_validation_start(self) -> None:
         """As `on_train_start`."""
