@@ -87,7 +87,9 @@ def test_schedulers_by_step_epoch_and_plateau_give_the_rates_of_ddp() -> None:
         "plateau": [1e-2, 1e-2, 1e-2, 1e-2, 5e-3, 5e-3],
     }
     for kind in ("every second step", "every epoch", "plateau", "one cycle"):
-        outcomes = compare(lambda kind=kind: Scheduled(kind), name=kind, num_batches=2, max_epochs=3)
+        outcomes = compare(
+            lambda kind=kind: Scheduled(kind), name=kind, num_batches=2, max_epochs=3, limit_val_batches=1
+        )
         with subtest(kind):
             expected = analytic.get(kind, outcomes[0].module.rates)
             assert all(found.module.rates == expected for found in outcomes)
@@ -99,13 +101,13 @@ def test_a_scheduler_moves_once_per_step_whatever_is_accumulated() -> None:
     """Case B050: neither per micro-batch nor once for each rank."""
     for accumulate in (1, 4):
         outcomes = compare(
-            TinyModule, name=f"{accumulate}", accumulate_grad_batches=accumulate, num_batches=8
+            TinyModule, name=f"{accumulate}", accumulate_grad_batches=accumulate, num_batches=4
         )
         with subtest(f"{accumulate} micro-batches"):
             for found in outcomes:  # StepLR(step_size=2, gamma=0.5), in every step
                 halvings = found.trainer.global_step // 2
                 assert found.trainer.optimizers[0].param_groups[0]["lr"] == 1e-2 * 0.5**halvings
-                assert found.trainer.global_step == 16 // accumulate
+                assert found.trainer.global_step == 8 // accumulate
 
 
 # -- overridden hooks ----------------------------------------------------------------------------------------
@@ -275,10 +277,10 @@ def test_gradient_checkpointing_of_both_kinds_equals_ddp_without_it() -> None:
     """The oracle does not recompute, which changes no bit. Reentrant: of a model without the tied weight."""
     for use_reentrant in (False, True):
         with subtest(f"ddp, use_reentrant={use_reentrant}"):
-            expected = fit(ddp(), lambda kind=use_reentrant: NotRecomputing(kind))
+            expected = fit(ddp(), lambda kind=use_reentrant: NotRecomputing(kind), max_epochs=1)
         for stage in (1, 2, 3):
             with subtest(f"stage {stage}, use_reentrant={use_reentrant}"):
-                found = fit(zero(stage), lambda kind=use_reentrant: Recomputing(kind))
+                found = fit(zero(stage), lambda kind=use_reentrant: Recomputing(kind), max_epochs=1)
                 assert_same_weights(found.weights, expected.weights)
                 assert_same_losses(found.module, expected.module)
 
