@@ -48,6 +48,12 @@ examples:
   zero-strategy inspect runs/step-1000 --verify
   zero-strategy inspect runs/step-1000 --json
 """
+_EXPLAIN_EXAMPLES = """
+examples:
+  zero-strategy explain ds_config.json
+  zero-strategy explain ds_config.json --world-size 8
+  zero-strategy explain ds_config.json --json
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if parsed.command == "consolidate":
             return _consolidate(parsed)
+        if parsed.command == "explain":
+            return _explain(parsed)
         return _inspect(parsed)
     except ZeroError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -121,16 +129,35 @@ def _inspect(parsed: argparse.Namespace) -> int:
     return EXIT_ERROR if damage else EXIT_OK
 
 
+def _explain(parsed: argparse.Namespace) -> int:
+    from zero_strategy.config_explain import config_page, explain, render
+    from zero_strategy.config_source import read_file
+
+    if parsed.keys:
+        print(config_page(), end="")
+        return EXIT_OK
+    explanation = explain(read_file(parsed.config), parsed.world_size)
+    if parsed.json:
+        content = {"loads": explanation.loads, "keys": [line._asdict() for line in explanation.lines]}
+        content["problems"] = [fault._asdict() for fault in explanation.problems]
+        print(json.dumps(content, indent=2))
+    else:
+        print(render(explanation))
+    return EXIT_OK if explanation.loads else EXIT_ERROR
+
+
 # -- arguments --
 
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="zero-strategy", description="Work with checkpoints of zero_strategy, offline and without a GPU."
+        prog="zero-strategy",
+        description="Work with checkpoints and configs of zero_strategy, offline and without a GPU.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_consolidate(commands)
     _add_inspect(commands)
+    _add_explain(commands)
     return parser
 
 
@@ -179,6 +206,34 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command.add_argument("--verify", action="store_true", help="read all data and compare its checksums")
     command.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     command.add_argument("--all", action="store_true", help=f"list more than {MAX_LISTED_PARAMS} parameters")
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "explain",
+        help="say what becomes of every key of a ds_config.json",
+        description="Say of every key of a ds_config.json whether it is honoured, replaced (by what), "
+        "without effect or refused (why). The exit code is 2 if the file would not load.",
+        epilog=_EXPLAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = command.add_mutually_exclusive_group(required=True)
+    what.add_argument("config", metavar="CONFIG", nargs="?", type=Path, help="the file; only read")
+    what.add_argument("--keys", action="store_true", help="say it of all keys there are, as Markdown")
+    command.add_argument(
+        "--world-size",
+        type=_parse_world_size,
+        default=0,
+        metavar="N",
+        help="check the batch numbers for N ranks",
+    )
+    command.add_argument("--json", action="store_true", help="print a JSON object")
+
+
+def _parse_world_size(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks: write 1 or more")
+    return int(text)
 
 
 def parse_size_bytes(text: str) -> int:

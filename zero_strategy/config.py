@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, PrivateAttr, StrictBool, ValidationError
+from pydantic.fields import FieldInfo
 
 from zero_strategy.config_blocks import (
     UNWRITTEN,
@@ -297,18 +298,22 @@ class ZeroConfig(Block):
 # -- helpers --
 
 
-def _field_defaults(model: type[BaseModel], prefix: str = "") -> dict[str, object]:
-    defaults: dict[str, object] = {}
+def _fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    fields: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         block = field.annotation
         if isinstance(block, type) and issubclass(block, BaseModel):
-            defaults |= _field_defaults(block, f"{prefix}{name}.")
+            fields |= _fields(block, f"{prefix}{name}.")
         else:
-            defaults[prefix + name] = list(field.default) if field.default == () else field.default
-    return defaults
+            fields[prefix + name] = field
+    return fields
 
 
-DEFAULTS = _field_defaults(ZeroConfig)  # dotted honoured key -> default, as `_values` spells it
+FIELDS = _fields(ZeroConfig)  # dotted honoured key -> its default and what it does
+# As `_values` spells them.
+DEFAULTS: dict[str, object] = {
+    dotted: list(field.default) if field.default == () else field.default for dotted, field in FIELDS.items()
+}
 FIELD_KEYS = frozenset(DEFAULTS)
 DYNAMIC_SCALE_KEYS = frozenset(f"fp16.{name}" for name in Fp16.model_fields) - {
     "fp16.enabled",

@@ -85,7 +85,15 @@ _FOREIGN_BLOCKS = (
         "data_efficiency",
         "eigenvalue",
     ),
-    *("elasticity", "graph_harvesting", "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop"),
+    *(
+        "elasticity",
+        "expert_parallel",
+        "graph_harvesting",
+        "hybrid_engine",
+        "nebula",
+        "pipeline",
+        "progressive_layer_drop",
+    ),
     *("quantize_training", "sequence_parallel_size", "sparse_attention", "tensor_parallel"),
     *("use_data_before_expert_parallelism", "weight_quantization"),
 )
@@ -127,6 +135,7 @@ _ZERO_RULES: dict[str, KeyRule] = {
         "Remove the key, or set it to true.",
         True,
     ),
+    "grad_hooks": _replaced("gradients are always taken over by hooks", True),
     "legacy_stage1": _refused("There is one engine for all stages, and no old one."),
     "offload_optimizer": _later(
         "Offloading the optimizer", 'Remove the block, or set its device to "none".', "none"
@@ -167,6 +176,14 @@ _TOP_RULES: dict[str, KeyRule] = {
     "bf16.check_grad_overflow": _later("A check of bf16 gradients for overflow"),
     "bf16.immediate_grad_update": _replaced("a gradient is always taken over as soon as it is ready", True),
     "bfloat16": _refused("It is the old spelling of bf16.", "Write bf16."),
+    "data_types.param_dtype": _refused(
+        "Parameters have the dtype that bf16 or fp16 gives them, or keep their own.",
+        'Remove the key; write "bf16": {"enabled": true}, or build the model in that dtype.',
+    ),
+    "data_types.buffer_dtype": _refused(
+        "Buffers keep the dtype they have in the model.", "Remove the key; cast them in your script."
+    ),
+    "log_level": _replaced('logging.getLogger("zero_strategy").setLevel(...)'),
     "seq_parallel_communication_data_type": _refused(
         "Sequence parallelism is not built.", "Remove the key.", "fp32"
     ),

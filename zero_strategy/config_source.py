@@ -215,7 +215,7 @@ def check_keys(settings: Settings, fields: frozenset[str]) -> CheckedSettings:
     auto_keys: list[str] = []
     replaced: dict[str, list[str]] = {}  # what replaces it -> what was written
     faults: dict[str, Fault] = {}
-    for dotted, setting in _fold_blocks(settings, known).items():
+    for dotted, setting in fold_blocks(settings, known).items():
         value, origin = setting
         rule = KEY_RULES.get(dotted)
         written = f"{dotted} = {value!r} (from {origin})"
@@ -243,6 +243,30 @@ def check_keys(settings: Settings, fields: frozenset[str]) -> CheckedSettings:
             faults[unknown] = _unknown_fault(unknown, origin, known)
     notices = tuple(f"{', '.join(written)}: replaced. Here: {by}." for by, written in replaced.items())
     return CheckedSettings(honoured, tuple(auto_keys), notices, tuple(faults.values()))
+
+
+def fold_blocks(settings: Settings, known: frozenset[str]) -> Settings:
+    """Fold the settings inside a block that has one rule (such as `tensorboard`) back into one setting.
+
+    Args:
+        settings: As read.
+        known: Every known dotted key.
+
+    Returns:
+        Settings of which each has a key or rule of its own, or is unknown.
+    """
+    folded: Settings = {}
+    for dotted, setting in settings.items():
+        parts = dotted.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+        owner = next((prefix for prefix in prefixes if prefix in known), dotted)
+        if owner == dotted:
+            folded[owner] = setting
+            continue
+        so_far = folded[owner].value if owner in folded else {}
+        members = so_far if isinstance(so_far, dict) else {}
+        folded[owner] = Setting({**members, dotted[len(owner) + 1 :]: setting.value}, setting.origin)
+    return folded
 
 
 def complete_batch_numbers(values: dict[str, object], world_size: int) -> list[Fault]:
@@ -296,22 +320,6 @@ def error_of(faults: list[Fault]) -> ConfigError:
         why=" ".join(fault.why for fault in numbered),
         fix=" ".join(fault.fix for fault in numbered),
     )
-
-
-def _fold_blocks(settings: Settings, known: frozenset[str]) -> Settings:
-    """Fold the settings inside a block that has one rule (such as `tensorboard`) back into one setting."""
-    folded: Settings = {}
-    for dotted, setting in settings.items():
-        parts = dotted.split(".")
-        prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-        owner = next((prefix for prefix in prefixes if prefix in known), dotted)
-        if owner == dotted:
-            folded[owner] = setting
-            continue
-        so_far = folded[owner].value if owner in folded else {}
-        members = so_far if isinstance(so_far, dict) else {}
-        folded[owner] = Setting({**members, dotted[len(owner) + 1 :]: setting.value}, setting.origin)
-    return folded
 
 
 def _batch_fault(given: Mapping[str, object], numbers: Mapping[str, int], world_size: int) -> Fault:

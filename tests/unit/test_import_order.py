@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2] / PACKAGE
 # A module imports only from entries before its own. A folder stands for its modules without an entry.
 ORDER = [
     "errors", "log", "compat", "tensors",
-    "config_keys", "config_source", "config_blocks", "config", "loss_scaler",
+    "config_keys", "config_source", "config_blocks", "config", "config_explain", "loss_scaler",
     "layout", "bucketing", "estimate",
     "comm.stops", "comm.causes", "comm.waits", "comm.processes", "comm.links", "comm.watch",
     "comm.topology", "comm.ledger", "comm.ordered", "comm.collectives",
