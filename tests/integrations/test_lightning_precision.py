@@ -445,6 +445,11 @@ def test_two_models_of_a_fabric_that_one_loss_reaches_share_its_scale() -> None:
                 assert not engine.optimizers[0].step_was_skipped
                 for name, value in engine.full_state_dict().items():
                     assert not torch.equal(value, weights[name])
+    with subtest("of another Fabric"):
+        other = make_fabric(fabric_zero(3, fp16={"initial_scale_power": 5}), precision="16-true")
+        other.setup_module(nn.Linear(4, 4))
+        with expect_error(zs.ConfigError, ["Linear", "another Fabric"]):
+            other.setup_module(engines[0].model)
 
 
 @distributed(world_size=2)

@@ -6,6 +6,7 @@ names are there or not. The script test runs a user's program as a user does, wi
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 import zero_strategy as zs
+from zero_strategy.lightning.other_strategies import KEYWORDS
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_nvme"]
@@ -264,3 +266,15 @@ def _trainer(strategy: Any) -> Any:
     from lightning.pytorch import Trainer
 
     return Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_what_is_said_to_be_another_strategys_keyword_is_one(name: str) -> None:
+    from lightning.pytorch import strategies
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    owner = KEYWORDS[name].owner
+    passed_on = {"DDPStrategy": [DistributedDataParallel], "FSDPStrategy": [FullyShardedDataParallel]}
+    takers = [getattr(strategies, owner), *passed_on.get(owner, [])]
+    assert any(name in inspect.signature(taker).parameters for taker in takers)

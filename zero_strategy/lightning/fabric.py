@@ -125,6 +125,12 @@ class FabricHooks(FabricCheckpointHooks, ZeroStrategyBase):
         if engine is None:
             # A loss may reach several models (a GAN's): it has one scale.
             engine = self._new_engine(module, config, self._loss_scaler)
+        if self._loss_scaler not in (None, engine.loss_scaler):
+            raise ConfigError(
+                what=f"This {type(module).__name__} has the loss scale of another Fabric.",
+                why="A loss that reaches several models is scaled once: those of a Fabric share a scale.",
+                fix="Set all models up with one Fabric.",
+            )
         self._loss_scaler = engine.loss_scaler
         if hasattr(self.precision, "loss_scaler"):
             self.precision.loss_scaler = engine.loss_scaler
