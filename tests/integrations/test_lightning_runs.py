@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import DDPStrategy
@@ -190,6 +191,7 @@ class Data(LightningDataModule):
         return [loader(1)]
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_streams_own_samplers_and_datamodules_equal_ddp() -> None:
     own = {"use_distributed_sampler": False}
