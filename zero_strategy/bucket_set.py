@@ -57,7 +57,7 @@ class BucketSet:
         self._position_of = {fqn: position for position, fqn in enumerate(self._names.values())}
         self._listeners: list[Callable[[Bucket, PlannedBuckets], None]] = []
         plans = plan_buckets(model, config)
-        log_event(summarize(plans, collectives.world_size))
+        log_event(summarize(plans, config, collectives.world_size))
         self._plans = {self._build(plan): plan for plan in plans}
         self.buckets: list[Bucket] = []
         self.places: dict[nn.Parameter, Place] = {}

@@ -196,13 +196,18 @@ def describe_model(model: nn.Module) -> list[str]:
     return params + [f"buffer {_describe(fqn, buffer)}" for fqn, buffer in model.named_buffers()]
 
 
-def summarize(plans: list[BucketPlan], world_size: int) -> str:
+def has_masters(dtype: torch.dtype, config: ZeroConfig) -> bool:
+    """Tell whether the optimizer updates fp32 copies of parameters of this dtype."""
+    is_updated_itself = dtype == torch.bfloat16 and config.bf16.bf16_master_weights_and_grads
+    return dtype.itemsize < 4 and not is_updated_itself
+
+
+def summarize(plans: list[BucketPlan], config: ZeroConfig, world_size: int) -> str:
     """Return one line that says what is stored in what, for the log."""
     numels: Counter[str] = Counter()
     for plan in plans:
         dtype = str(plan.dtype).removeprefix("torch.")
-        has_masters = plan.trainable and plan.dtype.itemsize < 4
-        kind = f"trainable in {dtype}{' with fp32 masters' if has_masters else ''}"
+        kind = f"trainable in {dtype}{' with fp32 masters' if has_masters(plan.dtype, config) else ''}"
         numels[kind if plan.trainable else f"frozen in {dtype}"] += sum(
             param.numel() for param in plan.params
         )

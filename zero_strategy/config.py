@@ -336,6 +336,15 @@ def _contradictions(config: ZeroConfig, settings: Settings) -> list[Fault]:
                 "Set one to false, or leave it out. bf16 needs no loss scale; fp16 has three more bits.",
             )
         )
+    if config.bf16.bf16_master_weights_and_grads != config.bf16.bf16_optimizer_states:
+        faults.append(
+            Fault(
+                f"bf16.bf16_master_weights_and_grads = {config.bf16.bf16_master_weights_and_grads} and "
+                f"bf16.bf16_optimizer_states = {config.bf16.bf16_optimizer_states} contradict one another.",
+                "Optimizer states have the dtype of the weights that are updated.",
+                "Set both to true (8 bytes less a parameter, with Adam), or both to false.",
+            )
+        )
     first = 2.0**fp16.initial_scale_power
     if not fp16.loss_scale and first < fp16.min_loss_scale:
         faults.append(

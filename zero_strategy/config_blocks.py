@@ -153,6 +153,14 @@ class Bf16(Block):
 
     enabled: StrictBool = False
     """Parameters are cast to bf16; the optimizer updates fp32 masters."""
+    bf16_master_weights_and_grads: StrictBool = False
+    """The optimizer updates bf16 parameters themselves: no fp32 masters, and what is smaller than 1/256 of a
+    weight is lost. Needs bf16_optimizer_states, since states have the dtype of what is updated."""
+    bf16_optimizer_states: StrictBool = False
+    """Optimizer states are in bf16; together with bf16_master_weights_and_grads, never alone."""
+    check_grad_overflow: StrictBool = False
+    """A step whose gradients are infinite or NaN on any rank is skipped on all, and logged; in fp16 it always
+    is. DeepSpeed's default is true; here a NaN reaches the weights, as in torch, unless you ask."""
 
 
 class Fp16(Block):

@@ -171,9 +171,6 @@ _TOP_RULES: dict[str, KeyRule] = {
         "Remove the key, or set it to false.",
     ),
     "fp16.fused_mode": _replaced("your optimizer's own fused=True", True),
-    "bf16.bf16_master_weights_and_grads": _later("bf16 without fp32 masters"),
-    "bf16.bf16_optimizer_states": _later("Optimizer states in bf16"),
-    "bf16.check_grad_overflow": _later("A check of bf16 gradients for overflow"),
     "bf16.immediate_grad_update": _replaced("a gradient is always taken over as soon as it is ready", True),
     "bfloat16": _refused("It is the old spelling of bf16.", "Write bf16."),
     "data_types.param_dtype": _refused(

@@ -108,7 +108,7 @@ class ZeroEngine:
         self._bucket_set = BucketSet(model, self.config, self._collectives, device=where)
         self.buckets = self._bucket_set.buckets
         self._places = self._bucket_set.places
-        self._masters = Masters()
+        self._masters = Masters(self.config)
         self._adopt(Adoption(model, self._bucket_set.planned(), where, param_init_fn))
         self.averages = Averages(self._masters)
         self.optimizers: list[ShardedOptimizer] = []
@@ -194,9 +194,7 @@ class ZeroEngine:
             make_trainable=self._make_trainable,
             after_step=self.ledger.end_step,
             scaler=self.loss_scaler,
-            gradient_clipping=self.config.gradient_clipping,
-            sub_group_numel=self.config.zero_optimization.sub_group_size,
-            publish_numel=self.config.zero_optimization.allgather_bucket_size,
+            config=self.config,
         )
         sharded = ShardedOptimizer(optimizer, self._places, self._masters, self._collectives, settings)
         self.optimizers.append(sharded)
@@ -477,8 +475,7 @@ class ZeroEngine:
             self.buckets,
             self.optimizers,
             world_size=self._collectives.world_size,
-            stage=self.config.stage,
-            limits=LiveLimits.of(self.config.zero_optimization),
+            config=self.config,
         )
 
     def _make_trainable(self, params: Sequence[nn.Parameter]) -> None:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from zero_strategy.bucket import Bucket
+from zero_strategy.bucketing import has_masters
 from zero_strategy.comm.ledger import MemoryUse
+from zero_strategy.config import ZeroConfig
 from zero_strategy.layout import ShardSlice
 
 
@@ -30,20 +32,21 @@ class MasterShard:
     """What the optimizer updates of one bucket, slice by slice.
 
     Attributes:
-        weights: [owned_numel] fp32 (the parameters' dtype where that is fp32 or wider).
+        weights: [owned_numel] fp32 (the parameters' dtype where that is wider, or its own master).
         slices: One view of `weights` per slice of the bucket, in the bucket's order; the tensors that the
             optimizer's state is keyed by.
     """
 
-    def __init__(self, bucket: Bucket, unrounded: Tensor | None) -> None:
+    def __init__(self, bucket: Bucket, unrounded: Tensor | None, *, is_copy: bool) -> None:
         """Make the masters of a bucket.
 
         Args:
             bucket: The bucket.
             unrounded: [owned_numel] fp32, the values the shard was rounded from, if it was.
+            is_copy: Whether they are fp32 copies; else the shard is its own master.
         """
         self._bucket = bucket
-        self._is_copy = bucket.param_shard.element_size() < 4
+        self._is_copy = is_copy
         if unrounded is not None and self._is_copy:
             self.weights = unrounded
         else:
@@ -84,7 +87,8 @@ class MasterShard:
 class Masters:
     """The master weights of an engine, made when the first optimizer asks for a bucket's."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: ZeroConfig) -> None:
+        self._config = config
         self._unrounded: dict[Bucket, Tensor] = {}
         self._shards: dict[Bucket, MasterShard] = {}
 
@@ -95,12 +99,14 @@ class Masters:
             bucket: One that trains.
             unrounded: [owned_numel] fp32.
         """
-        self._unrounded[bucket] = unrounded
+        if self._is_copied(bucket):
+            self._unrounded[bucket] = unrounded
 
     def of(self, bucket: Bucket) -> MasterShard:
         """Return the masters of a bucket."""
         if bucket not in self._shards:
-            self._shards[bucket] = MasterShard(bucket, self._unrounded.pop(bucket, None))
+            unrounded = self._unrounded.pop(bucket, None)
+            self._shards[bucket] = MasterShard(bucket, unrounded, is_copy=self._is_copied(bucket))
         return self._shards[bucket]
 
     def existing(self, bucket: Bucket) -> MasterShard | None:
@@ -118,6 +124,9 @@ class Masters:
             self.of(bucket)
         for shard in self._shards.values():
             shard.take_from_shard()
+
+    def _is_copied(self, bucket: Bucket) -> bool:
+        return has_masters(bucket.param_shard.dtype, self._config)
 
     def memory(self) -> MemoryUse:
         """Return the bytes held, padding included and named."""

@@ -12,8 +12,11 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from zero_strategy.bucket import Bucket
+from zero_strategy.bucketing import has_masters
 from zero_strategy.comm.ledger import Ledger, StepRecord
+from zero_strategy.config import ZeroConfig
 from zero_strategy.estimate import (
+    FP32_MASTER_BYTES,
     ModelStateBytes,
     TableRow,
     format_bytes,
@@ -32,8 +35,7 @@ def write_report(
     optimizers: Sequence[ShardedOptimizer],
     *,
     world_size: int,
-    stage: int,
-    limits: LiveLimits,
+    config: ZeroConfig,
 ) -> str:
     """Return the table as plain text.
 
@@ -42,10 +44,9 @@ def write_report(
         buckets: All buckets of the engine.
         optimizers: All optimizers of the engine.
         world_size: N.
-        stage: The stage that was asked for.
-        limits: How much of the parameters may be whole at stage 3.
+        config: What was asked for.
     """
-    facts = _Facts(buckets, optimizers, world_size, stage, limits)
+    facts = _Facts(buckets, optimizers, world_size, config)
     lines = [facts.describe(), ""]
     step = ledger.last_step
     if step is None:
@@ -70,17 +71,18 @@ class _Facts:
         buckets: Sequence[Bucket],
         optimizers: Sequence[ShardedOptimizer],
         world_size: int,
-        stage: int,
-        limits: LiveLimits,
+        config: ZeroConfig,
     ) -> None:
         trainable = [bucket for bucket in buckets if bucket.trainable]
         self.buckets = buckets
         self.world_size = world_size
-        self.stage = stage
-        self.limits = limits
+        self.stage = config.stage
+        self.limits = LiveLimits.of(config.zero_optimization)
         self.num_params = sum(bucket.layout.numel for bucket in buckets)
         self.num_trainable = sum(bucket.layout.numel for bucket in trainable)
         self.param_bytes = _common(bucket.flat.element_size() for bucket in buckets)
+        has_copies = any(has_masters(bucket.flat.dtype, config) for bucket in trainable)
+        self.master_bytes = FP32_MASTER_BYTES if has_copies and self.param_bytes else 0
         self.grad_bytes = _common(bucket.grad_dtype.itemsize for bucket in trainable)
         self.wire_bytes = _common(bucket.wire_dtype.itemsize for bucket in trainable)
         self.state_bytes = _common(_state_bytes(optimizer) for optimizer in optimizers)
@@ -107,7 +109,7 @@ class _Facts:
             self.stage,
             param_bytes=item_bytes,
             optimizer_state_bytes=self.state_bytes or 0,
-            master_bytes=None if (self.param_bytes or 4) < 4 else 0,
+            master_bytes=self.master_bytes,
         )
 
 
@@ -117,7 +119,7 @@ def _held(step: StepRecord, facts: _Facts) -> list[TableRow]:
     plans = (
         ("params", "parameters", facts.param_bytes, "Psi", 3),
         ("grads", "gradients", facts.grad_bytes, trainable, 2),
-        ("master", "fp32 masters", 4 if (facts.param_bytes or 4) < 4 else 0, trainable, 1),
+        ("master", "fp32 masters", facts.master_bytes, trainable, 1),
         ("optimizer", "optimizer state", facts.state_bytes, trainable, 1),
     )
     for kind, what, item_bytes, symbol, sharded_from in plans:

@@ -61,6 +61,16 @@ def test_a_bad_config_is_refused_on_all_ranks_also_if_one_rank_alone_has_it() ->
         ({"zero_optimization": {"stage": 4}}, ["stage", "4"]),
         ({"zero_optimization": {"stage": "3"}}, ["stage", "'3'"]),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": -1}}, ["reduce_bucket_size", "-1"]),
+        (
+            {"zero_optimization": {"stage3_max_live_parameters": "1e9"}},
+            ["zero_optimization.stage3_max_live_parameters = '1e9'", "should be a number"],
+        ),
+        (
+            {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1},
+            ["world size 2", "train_batch_size = 10", "train_micro_batch_size_per_gpu = 4", "to 8"],
+        ),
+        ({"bf16": {"enabled": "auto"}}, ['Still "auto": bf16.enabled', "true or false"]),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["two precisions", "Set one to false"]),
     ]
     for config, texts in cases:
         with subtest(f"all ranks: {config}"), refused(zs.ConfigError, *texts):

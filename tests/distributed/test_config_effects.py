@@ -8,6 +8,7 @@ tolerance is 0. Keys of stage 3 are in `test_live_parameters.py`, those of fp16 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import zero_strategy as zs
 from tests.harness import distributed, rank, subtest, world_size
-from tests.reference import Recipe, Zero, assert_same_bits, train_with
+from tests.reference import Naive, Recipe, Zero, assert_same_bits, train_with
 from zero_strategy.bucket import Bucket
 from zero_strategy.comm.collectives import Collectives, Handle
 
@@ -140,6 +141,66 @@ def test_the_stages_train_alike_whatever_gradients_travel_as() -> None:
             zero.close()
             reference = reference or trace
             assert_same_bits(trace, reference)
+
+
+# -- bf16 --
+
+
+@distributed(world_size=2)
+def test_bf16_masters_and_states_are_the_arithmetic_of_a_plain_optimizer_on_bf16_weights() -> None:
+    everything_bf16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    bf16 = recipe(torch.bfloat16)
+    reference = train_with(Naive(bf16), loss_of)
+    for stage in range(4):
+        with subtest(f"stage {stage}"):
+            zero = Zero(bf16, stage=stage, bf16={"enabled": True, **everything_bf16})
+            assert_same_bits(train_with(zero, loss_of), reference)
+            held, share = zero.engine.ledger.memory, 2 if stage else 1
+            assert held["master"] == 0 and held["optimizer"] == 2 * 2 * 3 * LAYER_NUMEL // share
+            masters = zero.engine.ledger.report().partition("fp32 masters")[2].splitlines()[0].split()
+            assert masters[:2] == ["0", "B"]
+            zero.close()
+
+
+@distributed(world_size=2)
+def test_checkpoints_go_between_bf16_and_fp32_masters(tmp_path: Path) -> None:
+    everything_bf16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    bf16 = recipe(torch.bfloat16)
+    for number, (source, target) in enumerate(((everything_bf16, {}), ({}, everything_bf16))):
+        with subtest(f"from {source} to {target}"):
+            saved = Zero(bf16, stage=3, bf16={"enabled": True, **source})
+            train_with(saved, loss_of)
+            saved.engine.save_checkpoint(tmp_path / str(number))
+            loaded = Zero(bf16, stage=2, bf16={"enabled": True, **target})
+            loaded.engine.load_checkpoint(tmp_path / str(number))
+            pairs = zip(saved.weights().values(), loaded.weights().values(), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs)
+            train_with(loaded, loss_of)
+            wanted = torch.bfloat16 if target else torch.float32
+            states = loaded.optimizer.slice_states()
+            assert {state.value.dtype for state in states if state.key == "exp_avg"} == {wanted}
+            for way in (saved, loaded):
+                way.close()
+
+
+@distributed(world_size=2)
+def test_check_grad_overflow_skips_a_step_on_all_ranks_if_one_has_a_nan() -> None:
+    for checks, clips in ((True, False), (True, True), (False, False)):
+        with subtest(f"check_grad_overflow {checks}, clipping {clips}"):
+            bf16 = {"enabled": True, "check_grad_overflow": checks}
+            zero = Zero(recipe(), stage=2, bf16=bf16, gradient_clipping=float(clips))
+            before = {name: value.clone() for name, value in zero.weights().items()}
+            zero.backward(loss_of(zero.model, 0, scale=float("nan") if rank() else 1.0))
+            zero.step()
+            assert zero.optimizer.step_was_skipped == checks
+            after = zero.weights()
+            if checks:
+                assert all(torch.equal(after[name], before[name]) for name in before)
+                zero.backward(loss_of(zero.model, 1))
+                zero.step()
+                assert not zero.optimizer.step_was_skipped, "the next one is good"
+            assert all(bool(value.isfinite().all()) == checks for value in zero.weights().values())
+            zero.close()
 
 
 # -- overlap_comm --

@@ -201,13 +201,25 @@ def test_no_known_key_is_ignored_in_silence(dotted: str) -> None:
         assert dotted in notice and KEY_RULES[dotted].reason in notice
 
 
+ALONE_REFUSED: dict[str, dict[str, object]] = {
+    "bf16.bf16_master_weights_and_grads": {"bf16.bf16_optimizer_states": True},
+    "bf16.bf16_optimizer_states": {"bf16.bf16_master_weights_and_grads": True},
+}
+
+
+@pytest.mark.parametrize("key", ALONE_REFUSED)
+def test_masters_and_states_are_both_in_bf16_or_neither(key: str) -> None:
+    error = refusal({key: True})
+    assert all(name in error.what for name in ALONE_REFUSED) and "both to true" in error.fix
+
+
 @pytest.mark.parametrize("dotted", sorted(FIELD_KEYS))
 def test_every_honoured_key_is_set_by_its_name(dotted: str) -> None:
     other = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 0.5, list: lambda v: ["A"]}
     default = DEFAULTS[dotted]
     spelled = {"parameters": "fp32", "gradients": "fp32", "one bucket": 7}
     value = spelled[default] if isinstance(default, str) else other[type(default)](default)
-    config = ZeroConfig.load({dotted: value})
+    config = ZeroConfig.load({dotted: value} | ALONE_REFUSED.get(dotted, {}))
     block = config.to_dict()
     for name in dotted.split("."):
         block = block[name]

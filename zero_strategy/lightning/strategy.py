@@ -154,7 +154,8 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
 
     def _may_skip_steps(self) -> bool:
         scaler = getattr(self.precision_plugin, "scaler", None)
-        return scaler is not None or self.engine.loss_scaler.is_active
+        checks = self.engine.config.bf16.check_grad_overflow
+        return scaler is not None or self.engine.loss_scaler.is_active or checks
 
     def on_train_start(self) -> None:
         """Compare the loaders with the config and with one another, and take signals from here on."""

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from zero_strategy.bucket import Bucket
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.ledger import MemoryUse
+from zero_strategy.config import ZeroConfig
 from zero_strategy.errors import ConfigError
 from zero_strategy.layout import ShardSlice
 from zero_strategy.loss_scaler import LossScaler
@@ -43,9 +44,7 @@ class StepSettings:
         make_trainable: Gives parameters that were frozen so far a place for gradients; collective.
         is_syncing: Whether an accumulation window ends here; inside `no_sync` there is nothing to clip yet.
         scaler: Says what gradients are to be divided by.
-        gradient_clipping: Norm to clip at in `step()` if nobody has clipped since the last one; 0 for none.
-        sub_group_numel: Master elements stepped at a time; bounds the fp32 copies of 16-bit gradients.
-        publish_numel: Elements all-gathered at a time afterwards.
+        config: Resolved; its `gradient_clipping` counts if nobody has clipped since the last step.
     """
 
     before_step: Callable[[], None]
@@ -54,9 +53,7 @@ class StepSettings:
     make_trainable: Callable[[Sequence[nn.Parameter]], None]
     after_step: Callable[[], None]
     scaler: LossScaler
-    gradient_clipping: float = 0.0
-    sub_group_numel: int = 25_000_000
-    publish_numel: int = 500_000_000
+    config: ZeroConfig
 
 
 @dataclass
@@ -97,7 +94,13 @@ class ShardedOptimizer(Optimizer):
             settings: What the engine decides.
         """
         self._inner = inner
-        grads = StepGradients(self._params_of, collectives, settings.scaler, is_syncing=settings.is_syncing)
+        grads = StepGradients(
+            self._params_of,
+            collectives,
+            settings.scaler,
+            is_syncing=settings.is_syncing,
+            checks_overflow=settings.config.bf16.check_grad_overflow,
+        )
         self._run = _Run(collectives, settings, places, masters, grads)
         groups = inner.param_groups
         super().__init__(groups, inner.defaults)
@@ -124,8 +127,9 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         run = self._run
         run.settings.before_step()
-        if run.settings.gradient_clipping and not run.grads.was_clipped:
-            self.clip_grad_norm_(run.settings.gradient_clipping)
+        max_norm = run.settings.config.gradient_clipping
+        if max_norm and not run.grads.was_clipped:
+            self.clip_grad_norm_(max_norm)
         run.step_was_skipped = run.grads.must_skip()
         try:
             if not run.step_was_skipped:
@@ -136,7 +140,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _update_all(self) -> None:
-        publisher = Publisher(self._run.settings.publish_numel)
+        publisher = Publisher(self._run.settings.config.zero_optimization.allgather_bucket_size)
         with torch.no_grad():
             for sub_group in self._sub_groups():
                 self._update(sub_group)
@@ -395,10 +399,11 @@ class ShardedOptimizer(Optimizer):
         if num_hooks > 1 or not counts_steps_per_tensor(self._inner):
             yield self.buckets
             return
+        limit_numel = self._run.settings.config.zero_optimization.sub_group_size
         chunk: list[Bucket] = []
         filled_numel = 0
         for bucket in self.buckets:
-            if chunk and filled_numel + bucket.owned_numel > self._run.settings.sub_group_numel:
+            if chunk and filled_numel + bucket.owned_numel > limit_numel:
                 yield chunk
                 chunk, filled_numel = [], 0
             chunk.append(bucket)

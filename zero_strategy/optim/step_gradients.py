@@ -16,7 +16,7 @@ from torch import Tensor
 from zero_strategy.bucket import Bucket
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.errors import ShardingError
-from zero_strategy.log import log_once
+from zero_strategy.log import log_event, log_once
 from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.optim.clip import clip_coefficient, global_norm, require_finite
 from zero_strategy.optim.overflow import any_overflow, floor_error
@@ -37,6 +37,7 @@ class StepGradients:
         scaler: LossScaler,
         *,
         is_syncing: Callable[[], bool],
+        checks_overflow: bool,
     ) -> None:
         """Begin with nothing pending.
 
@@ -44,12 +45,14 @@ class StepGradients:
             owned: Yields the optimizer's parameters, as indices by bucket.
             collectives: For norms and verdicts.
             scaler: Says what gradients are to be divided by.
+            checks_overflow: Whether steps are skipped for infinite gradients where no loss is scaled, too.
             is_syncing: Whether an accumulation window ends here; inside `no_sync` there is nothing to clip.
         """
         self._owned = owned
         self._collectives = collectives
         self._scaler = scaler
         self._is_syncing = is_syncing
+        self._checks_overflow = checks_overflow
         self._pending_factor = 1.0
         self._overflowed: bool | None = None  # what a norm has shown ...
         self._measured_at = 0  # ... after so many backwards
@@ -98,7 +101,7 @@ class StepGradients:
 
     def must_skip(self) -> bool:
         """Tell whether to skip the step; asks the others only if a norm has not done so. Collective."""
-        if not self._scaler.is_active:
+        if not (self._scaler.is_active or self._checks_overflow):
             return False
         if self._overflowed is not None and self._measured_at == self._scaler.num_backwards:
             return self._overflowed
@@ -111,7 +114,9 @@ class StepGradients:
             ShardingError: It was, at the smallest scale.
         """
         self.forget()
-        if was_skipped and self._scaler.is_at_floor():
+        if was_skipped and not self._scaler.is_active:
+            log_event("A step was skipped: gradients are infinite or NaN (bf16.check_grad_overflow).")
+        elif was_skipped and self._scaler.is_at_floor():
             raise floor_error(self._owned(), self._scaler, self._collectives)
         self._scaler.update(was_skipped)
 
