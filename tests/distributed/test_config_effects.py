@@ -343,6 +343,37 @@ def awkward_loss(model: Any, step: int) -> Tensor:
     return logits.float().square().mean()
 
 
+# -- sub_group_size --
+
+
+@distributed(world_size=2)
+def test_the_optimizer_steps_no_more_than_sub_group_size_masters_at_a_time() -> None:
+    owned = LAYER_NUMEL // 2
+    for limit, groups in ((0, [1, 1, 1]), (owned, [1, 1, 1]), (2 * owned, [2, 1]), (25_000_000, [3])):
+        with subtest(f"{limit} elements, {owned} in a shard"):
+            settings = {"reduce_bucket_size": LAYER_NUMEL, "sub_group_size": limit}
+            zero = Zero(recipe(torch.bfloat16), stage=2, **settings)
+            seen: list[list[int]] = []
+            note_steps(zero.users, seen)
+            zero.backward(loss_of(zero.model, 0))
+            zero.step()
+            # Of what is stepped at a time there are fp32 gradients, and of nothing else.
+            assert seen == [[owned] * number for number in groups]
+            zero.close()
+
+
+def note_steps(optimizer: Any, seen: list[list[int]]) -> None:
+    """Note the elements of the fp32 gradients of each step of a user's optimizer."""
+    step = optimizer.step
+
+    def noted(*args: Any) -> Any:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        seen.append([param.grad.numel() for param in params if param.grad.dtype == torch.float32])
+        return step(*args)
+
+    optimizer.step = noted
+
+
 # -- keys that something else replaces: what one gets instead --
 
 
