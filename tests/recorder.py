@@ -30,14 +30,14 @@ class Recorder(logging.Handler):
                 setattr(bucket, method, partial(self._call, sign + unit, getattr(bucket, method)))
         logging.getLogger().addHandler(self)
 
-    def _call(self, event: str, method: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, event: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.events.append(event)
         if event[0] == "+":
             self._whole.add(event[1:])
         else:
             self._whole.discard(event[1:])
         self.most_whole = max(self.most_whole, self._whole, key=len).copy()
-        return method(*args)
+        return method(*args, **kwargs)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.warnings.append(record.getMessage())

@@ -38,6 +38,7 @@ class ParamState:
         self._freed_classes = [freed[kind] for kind in self._classes]
         self._placeholders: list[Tensor] = []
         self._versions: list[int] = []
+        self._shown_versions: list[int] = []
 
     def show(self) -> None:
         """Point the parameters at the flat buffer."""
@@ -46,7 +47,11 @@ class ParamState:
             param.data = view
         if self._versions:
             set_versions(self.params, self._versions)
-            self._versions = []
+            self._shown_versions, self._versions = self._versions, []
+
+    def was_written(self) -> bool:
+        """Tell whether somebody has written a whole parameter in place since `show`, as autograd counts."""
+        return bool(self._shown_versions) and self._shown_versions != get_versions(self.params)
 
     def free(self) -> None:
         """Point the parameters at placeholders.
@@ -209,10 +214,17 @@ class Bucket:
         self.state.show()
         self.is_whole = True
 
-    def reshard(self) -> None:
-        """Let go of the whole parameters; what autograd saved of them is valid again once they are back."""
+    def reshard(self, *, keep_written: bool = True) -> None:
+        """Let go of the whole parameters; what autograd saved of them is valid again once they are back.
+
+        Args:
+            keep_written: Take what the model itself has written in place (a codebook, a clamped weight) into
+                the shard. Writes by way of `.data` do not show.
+        """
         assert self.is_whole, f"bucket {self.name} is sharded already"
         with span("ZeRO::reshard", self.name):
+            if keep_written and self.state.was_written():
+                self.param_shard.copy_(self._own_range(self.flat))
             self._free()
 
     def drop_gather(self, handle: Handle) -> None:

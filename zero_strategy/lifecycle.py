@@ -189,7 +189,7 @@ class ParamLifecycle:
             for bucket in self._buckets:
                 self._num_users[bucket] -= 1
                 if bucket.is_whole and not self._num_users[bucket]:
-                    self._live.reshard(bucket)
+                    self._live.reshard(bucket, keep_written=False)
 
     def reshard_idle(self) -> None:
         """Reshard every bucket that nobody holds, and let go of what was gathered ahead."""

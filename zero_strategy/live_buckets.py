@@ -87,12 +87,12 @@ class LiveBuckets:
         self._ahead_numel += _numel(bucket)
         return True
 
-    def reshard(self, bucket: Bucket) -> None:
-        """Let go of a whole bucket."""
+    def reshard(self, bucket: Bucket, *, keep_written: bool = True) -> None:
+        """Let go of a whole bucket, and of what was written into it unless `keep_written`."""
         del self.whole[bucket]
         self.kept.pop(bucket, None)
         self._numel -= _numel(bucket)
-        bucket.reshard()
+        bucket.reshard(keep_written=keep_written)
 
     def drop_ahead(self, *, but: Bucket | None = None) -> None:
         """Let go of what was gathered ahead and what is kept, which may never be needed, except for one."""

@@ -63,6 +63,8 @@ class FreedTensor(Tensor):
         """Answer questions about shape and kind; refuse what needs the values."""
         name = _attribute(func)
         if name == "data":
+            if len(args) > 1 and not isinstance(args[1], FreedTensor):
+                _refuse(cls, "assignment to .data", args[:1], {})
             with without_torch_function():
                 value = func(*args, **(kwargs or {}))
             if value is None:

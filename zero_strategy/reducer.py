@@ -282,6 +282,8 @@ class GradReducer:
 
     def _on_backward_abort(self) -> None:
         self._wait()
+        if any(any(bucket.stashed) or any(bucket.has_grad) for bucket in self._buckets):
+            log_event("A backward has ended by an exception: all gradients accumulated so far are dropped.")
         for bucket in self._buckets:
             bucket.clear_grads()
         self._took_unscaled_here = False

@@ -292,6 +292,44 @@ def test_a_module_may_return_views_of_its_own_weights() -> None:
         assert torch.equal(grad, theirs.grad)
 
 
+class Writing(nn.Module):
+    """Writes weights of its own in its forward: one that is trained, and a codebook that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 15).view(3, 5))
+        self.code = nn.Parameter(torch.ones(7), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.5, 0.5)
+            self.code.mul_(0.9).add_(0.3)
+        return x @ self.weight.T * self.code.sum()
+
+
+@distributed(world_size=2)
+def test_what_a_module_writes_into_its_own_weights_is_kept_at_stage_3_as_below() -> None:
+    kept = []
+    for stage in (1, 3):
+        model = nn.Sequential(nn.Linear(5, 5), Writing(), nn.Linear(3, 5), Writing())
+        for index, param in enumerate(model.parameters()):
+            param.data.uniform_(-1, 1, generator=torch.Generator().manual_seed(index))
+        engine = zs.ZeroEngine(model, zs.ZeroConfig(stage=stage, stage3_param_persistence_threshold=0))
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer = engine.shard_optimizer(torch.optim.SGD(trained, lr=0.01))
+        for _ in range(3):
+            engine.backward(model(torch.ones(2, 5)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        kept.append(engine.full_state_dict())
+        if stage == 3:
+            with expect_error(zs.ShardingError, [".data", "1.weight"]):
+                model[1].weight.data = torch.zeros(3, 5)
+    assert all(torch.equal(value, kept[1][name]) for name, value in kept[0].items())
+    if rank() == 0:
+        assert not torch.equal(kept[0]["1.code"], torch.ones(7))
+
+
 @distributed(world_size=2)
 def test_ranks_that_evaluate_different_modules_are_told() -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})

@@ -360,7 +360,9 @@ def test_what_cannot_be_a_checkpoint_is_refused_on_all_ranks(tmp_path: Path) -> 
         full.strategy.engine.save_checkpoint(engine_alone)
         if dist.get_rank() == 0:
             torch.save({"first.weight": torch.zeros(2)}, tmp_path / "raw.pt")
-            (tmp_path / "damaged.ckpt").write_bytes((tmp_path / "file.ckpt").read_bytes()[:2000])
+            content = (tmp_path / "file.ckpt").read_bytes()
+            (tmp_path / "damaged.ckpt").write_bytes(content[:2000])
+            (tmp_path / "half.ckpt").write_bytes(content[: len(content) // 2])
         dist.barrier()
     before = (tmp_path / "file.ckpt").read_bytes()
     with subtest("a file over a folder"), expect_error(zs.CheckpointError, ["is a folder", "sharded"]):
@@ -377,6 +379,7 @@ def test_what_cannot_be_a_checkpoint_is_refused_on_all_ranks(tmp_path: Path) -> 
         "runs": ["incomplete", "Did you mean", "folder"],
         "raw.pt": ["no checkpoint of a Trainer", "first.weight"],
         "damaged.ckpt": ["damaged.ckpt", "cannot be read", "damaged"],
+        "half.ckpt": ["half.ckpt", "cannot be read", "damaged"],
         "engine": ["no checkpoint of a Trainer", "engine.load_checkpoint"],
     }
     for name, words in paths.items():

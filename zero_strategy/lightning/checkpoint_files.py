@@ -10,6 +10,7 @@ either's hooks, and its messages hold for both.
 from __future__ import annotations
 
 import copy
+import errno
 import io
 import os
 import pickle
@@ -253,6 +254,10 @@ def _load(source: Any, subject: str, weights_only: bool | None) -> dict[str, Any
     except pickle.UnpicklingError as error:
         raise _not_unpickled(source, subject, error) from error
     except (RuntimeError, EOFError, KeyError) as error:
+        raise _unreadable(subject, error) from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # torch seeks before the start of a file that was cut short
+            raise
         raise _unreadable(subject, error) from error
     if not isinstance(content, dict):
         raise CheckpointError(
