@@ -75,7 +75,7 @@ def mean_of(versions: list[Tensor], wire: torch.dtype, before: float = 1.0) -> T
 # -- communication_data_type, prescale_gradients, gradient_predivide_factor --
 
 
-@distributed(world_size=[2, 3])
+@distributed(world_size=3)
 def test_gradients_travel_in_the_dtype_of_communication_and_are_summed_in_fp32() -> None:
     for own, wire in ((None, "bf16"), (None, "fp16"), (torch.bfloat16, "fp32")):
         versions = everybodys_grads(own)
@@ -92,7 +92,7 @@ def test_gradients_travel_in_the_dtype_of_communication_and_are_summed_in_fp32()
                 zero.close()
 
 
-@distributed(world_size=[2, 3])
+@distributed(world_size=3)
 def test_gradients_are_divided_before_they_travel_by_what_the_keys_say_and_after_by_the_rest() -> None:
     for own in (None, torch.bfloat16):
         versions = everybodys_grads(own)

@@ -51,6 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_options_of_the_trainer_act_as_under_ddp() -> None:
     steps = {"limits": 2, "max_steps": 3, "overfit_batches": 2, "fast_dev_run": 2}
