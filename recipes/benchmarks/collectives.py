@@ -7,35 +7,24 @@ from bucket to bucket of a backward.
 
     python recipes/benchmarks/collectives.py --ranks 2 --mib 64 --pairs 15
 
-Bytes sent are the kernel's loopback counter over all ranks, so they mean something only where nothing else
-uses `lo`: `unshare --net --map-root-user sh -c "ip link set lo up && python
-recipes/benchmarks/collectives.py"`.
+Bytes sent are the kernel's count over all ranks; ranks.py says where that means something.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import platform
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from ranks import Ranks, launch, loopback_bytes, print_setting
 
 from zero_strategy import compat
-from zero_strategy.comm.collectives import Collectives
-from zero_strategy.comm.ledger import Ledger
-from zero_strategy.comm.topology import Topology
 from zero_strategy.layout import BucketLayout
 
-COUNTERS = Path("/proc/net/dev")
 MIB = 1 << 20
 
 
@@ -63,33 +52,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15, help="measured pairs (default: %(default)s)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(default: both)")
     options = parser.parse_args()
-    print(f"$ python {' '.join(sys.argv)}")
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    print(f"{versions}, {os.cpu_count()} cores, {platform.machine()}")
-    print(f"{options.ranks} ranks over gloo, one thread each, {options.mib} MiB, {options.pairs} pairs\n")
-
-    # Forked from a server that has torch loaded: spawning would load it once per rank.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed"])
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=run_rank, args=(rank, f"file://{folder}/rendezvous", options))
-            for rank in range(options.ranks)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-    sys.exit(any(process.exitcode for process in ranks))
+    print_setting(options.ranks, f"{options.mib} MiB, {options.pairs} pairs")
+    launch(options.ranks, run_rank, options)
 
 
-def run_rank(rank: int, rendezvous: str, options: argparse.Namespace) -> None:
+def run_rank(ranks: Ranks, options: argparse.Namespace) -> None:
     """Measure every contest on one rank; rank 0 prints."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
-    collectives = Collectives(Topology(torch.device("cpu")), Ledger())
-    if rank == 0:
+    if ranks.rank == 0:
         print(
             f"{'':34}{'ours, ms':>10}{'torch, ms':>11}{'ratio':>8}{'middle half':>16}{'sent: ours':>12}",
             end="",
@@ -101,18 +70,20 @@ def run_rank(rank: int, rendezvous: str, options: argparse.Namespace) -> None:
             [("buffer", (options.mib * MIB // dtype.itemsize,))], options.ranks, dtype.itemsize
         )
         full = torch.randn(layout.padded_numel, dtype=torch.float32).to(dtype)
-        for contest in contests(collectives, full, layout.shard_numel):
-            pairs = [(measure(contest.ours), measure(contest.torchs)) for _ in range(options.pairs + 2)]
-            if rank == 0:
+        for contest in contests(ranks, full, layout.shard_numel):
+            pairs = [
+                (measure(ranks, contest.ours), measure(ranks, contest.torchs))
+                for _ in range(options.pairs + 2)
+            ]
+            if ranks.rank == 0:
                 describe(f"{contest.name}, {dtype_name}", pairs[2:], full.numel() * full.element_size())
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def contests(collectives: Collectives, full: torch.Tensor, shard_numel: int) -> list[Contest]:
+def contests(ranks: Ranks, full: torch.Tensor, shard_numel: int) -> list[Contest]:
     """What is compared; both are given the same memory for the result."""
     group = dist.group.WORLD
     assert group is not None
+    collectives = ranks.collectives
     own = full[collectives.rank * shard_numel : (collectives.rank + 1) * shard_numel]
     output = torch.zeros_like(own)
 
@@ -135,25 +106,14 @@ def contests(collectives: Collectives, full: torch.Tensor, shard_numel: int) -> 
     ]
 
 
-def measure(work: Callable[[], None]) -> Score:
+def measure(ranks: Ranks, work: Callable[[], None]) -> Score:
     """Run one piece of work on all ranks, from a common start."""
-    dist.barrier()
+    ranks.line_up()
     before = loopback_bytes()
     start = time.perf_counter()
     work()
-    seconds = torch.tensor([time.perf_counter() - start])
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return Score(seconds.item(), loopback_bytes() - before)
-
-
-def loopback_bytes() -> int:
-    """Return how many bytes have been sent over `lo` so far, or 0 where the kernel does not say."""
-    lines = COUNTERS.read_text().splitlines() if COUNTERS.exists() else []
-    for line in lines:
-        name, _, counts = line.partition(":")
-        if name.strip() == "lo":
-            return int(counts.split()[8])  # the ninth column: bytes sent
-    return 0
+    seconds = ranks.slowest(time.perf_counter() - start)
+    return Score(seconds, loopback_bytes() - before)
 
 
 def describe(name: str, pairs: list[tuple[Score, Score]], buffer_bytes: int) -> None:

@@ -2,39 +2,34 @@
 
 All contenders train the same model on the same data in the same processes, one step each in turn (A B C A B
 C), so that a busy machine slows them alike; what is reported is the median over rounds of the ratio to DDP's
-step of the same round. Bytes are the kernel's loopback counter over all ranks; peak memory is that of fresh
-processes that run one contender alone, the whole process, above what it had before the model.
+step of the same round. Bytes are the kernel's count over all ranks (ranks.py says where that means
+something). Peak memory is that of fresh processes that run one contender alone, the whole process, above what
+it had before the model.
 
     python recipes/benchmarks/step.py --dtype float32
     python recipes/benchmarks/step.py --dtype bfloat16 --only ddp zero2 zero3
     python recipes/benchmarks/step.py --small            # hardly any arithmetic: overhead
 
 bfloat16 means bf16 parameters with fp32 masters for all. torch has no such optimizer, so DDP's is written
-out below: fp32 copies, stepped by the same fused AdamW. Run it where nothing else uses `lo`:
-`unshare --net --map-root-user sh -c "ip link set lo up && python recipes/benchmarks/step.py"`.
+out below: fp32 copies, stepped by the same fused AdamW.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import multiprocessing
-import os
-import platform
 import resource
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from collectives import loopback_bytes
 from llama import SMALL, Shape, build_batch, build_model
+from ranks import Ranks, launch, loopback_bytes, print_setting
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -84,10 +79,7 @@ def main() -> None:
     options.only = [name for name in options.only if not name.startswith("deepspeed") or has_deepspeed()]
     if BASE not in options.only:
         options.only.insert(0, BASE)
-    print(f"$ python {' '.join(sys.argv)}")
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores")
-    print(f"{options.ranks} ranks over gloo, one thread each, {options.dtype}, {options.rounds} rounds\n")
-
+    print_setting(options.ranks, f"{options.dtype}, {options.rounds} rounds")
     scores = launch(options.ranks, measure_all, options)[0]
     peaks = {}
     for name in [] if options.no_memory else options.only:
@@ -221,83 +213,44 @@ def step(model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer) -> T
 # -- measuring --
 
 
-def measure_all(task: Task, options: argparse.Namespace) -> dict[str, list[Score]]:
+def measure_all(ranks: Ranks, options: argparse.Namespace) -> dict[str, list[Score]]:
     """Step all contenders in turn, in one process per rank."""
+    task = task_of(ranks, options)
     steps = {name: CONTENDERS[name](task) for name in options.only}
     scores: dict[str, list[Score]] = {name: [] for name in steps}
     for number in range(WARM_UP_ROUNDS + options.rounds):
         for name, run in steps.items():
-            score = measure(run)
+            score = measure(ranks, run)
             if number >= WARM_UP_ROUNDS:
                 scores[name].append(score)
-        if task.rank == 0:
+        if ranks.rank == 0:
             print(f"\rround {number + 1} of {WARM_UP_ROUNDS + options.rounds}", end="", file=sys.stderr)
-    if task.rank == 0:
+    if ranks.rank == 0:
         print(file=sys.stderr)
     return scores
 
 
-def measure(run: Step) -> Score:
-    dist.barrier()
+def measure(ranks: Ranks, run: Step) -> Score:
+    ranks.line_up()
     before = loopback_bytes()
     start = time.perf_counter()
     run()
-    seconds = torch.tensor([time.perf_counter() - start])
+    own_seconds = time.perf_counter() - start
     sent_bytes = loopback_bytes() - before
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return Score(seconds.item(), sent_bytes)
+    return Score(ranks.slowest(own_seconds), sent_bytes)
 
 
-def measure_memory(task: Task, options: argparse.Namespace, name: str) -> int:
+def measure_memory(ranks: Ranks, options: argparse.Namespace, name: str) -> int:
     """Return how far the peak of this process rises above what it held before the model, in bytes."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run = CONTENDERS[name](task)
+    run = CONTENDERS[name](task_of(ranks, options))
     for _ in range(MEMORY_STEPS):
         run()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * KIB
 
 
-def launch(
-    num_ranks: int, function: Callable[..., Any], options: argparse.Namespace, *args: Any
-) -> list[Any]:
-    """Call a function on every rank, in fresh processes, and return what each returned."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
-        processes = [
-            context.Process(
-                target=run_rank, args=(rank, f"file://{folder}/meet", sender, options, function, args)
-            )
-            for rank, (_, sender) in enumerate(pipes)
-        ]
-        for process in processes:
-            process.start()
-        for _, sender in pipes:
-            sender.close()
-        try:
-            return [receiver.recv() for receiver, _ in pipes]
-        except EOFError:
-            sys.exit("a rank has failed; its traceback is above")
-        finally:
-            for process in processes:
-                process.join()
-
-
-def run_rank(
-    rank: int,
-    rendezvous: str,
-    sender: Connection,
-    options: argparse.Namespace,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
-    shape = SMALL if options.small else Shape()
-    sender.send(function(Task(shape, getattr(torch, options.dtype), rank), options, *args))
-    dist.barrier()
-    dist.destroy_process_group()
+def task_of(ranks: Ranks, options: argparse.Namespace) -> Task:
+    return Task(SMALL if options.small else Shape(), getattr(torch, options.dtype), ranks.rank)
 
 
 def report(scores: dict[str, list[Score]], peaks: dict[str, int], num_ranks: int) -> None:
