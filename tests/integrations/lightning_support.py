@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_strategy as zs
+from tests.harness import subtest
 
 BATCH_SIZE = 3
 SMALL_BUCKETS = {"reduce_bucket_size": 300, "stage3_param_persistence_threshold": 0}
@@ -110,6 +112,15 @@ def loader(num_batches: int = 5) -> DataLoader:
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=BATCH_SIZE)
 
 
+def ddp() -> Any:
+    return DDPStrategy(find_unused_parameters=True)
+
+
+def strategies() -> dict[str, Any]:
+    """DDP first: its outcome is what the others are held to."""
+    return {"ddp": ddp(), **{f"stage {stage}": zero(stage) for stage in (1, 2, 3)}}
+
+
 def zero(stage: int, **keywords: Any) -> Any:
     return zs.ZeroStrategy(stage=stage, **{**SMALL_BUCKETS, **keywords})
 
@@ -175,3 +186,16 @@ def assert_same_losses(found: LightningModule, expected: LightningModule) -> Non
     """Each rank's own training losses, in order, bit for bit."""
     assert len(found.losses) == len(expected.losses) > 0
     assert torch.equal(torch.stack(found.losses), torch.stack(expected.losses))
+
+
+def compare_with_ddp(make_module: Callable[[], Any], *, name: str = "", **settings: Any) -> list[Outcome]:
+    """Train under DDP and at stages 1, 2, 3, and require the same bits; return what each came to."""
+    with subtest(f"{name} ddp"):
+        outcomes = [fit(ddp(), make_module, **settings)]
+    for stage in (1, 2, 3):
+        with subtest(f"{name} stage {stage}"):
+            found = fit(zero(stage, accumulate_whole_gradients=stage > 1), make_module, **settings)
+            assert_same_weights(found.weights, outcomes[0].weights)
+            assert_same_losses(found.module, outcomes[0].module)
+            outcomes.append(found)
+    return outcomes

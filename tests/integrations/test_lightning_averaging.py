@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 import zero_strategy as zs
@@ -29,6 +28,7 @@ from tests.integrations.lightning_support import (
     TinyModule,
     assert_same_losses,
     assert_same_weights,
+    ddp,
     fit,
     loader,
     make_trainer,
@@ -36,10 +36,6 @@ from tests.integrations.lightning_support import (
 )
 from tests.integrations.test_finetuning import Transfer, resumable
 from zero_strategy.lightning.callbacks import EMA_KEY
-
-
-def ddp() -> Any:
-    return DDPStrategy(find_unused_parameters=True)
 
 
 class AllTrained(TinyModule):

@@ -29,7 +29,6 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -39,22 +38,17 @@ from tests.integrations.lightning_support import (
     TinyModule,
     assert_same_losses,
     assert_same_weights,
+    compare_with_ddp,
+    ddp,
     fit,
     loader,
     make_trainer,
+    strategies,
     whole_weights,
     zero,
 )
 
 MEASURED = ("time", "per_sec", "device/", "DeviceStats")  # in names of columns that differ from run to run
-
-
-def ddp() -> Any:
-    return DDPStrategy(find_unused_parameters=True)
-
-
-def strategies() -> dict[str, Any]:
-    return {"ddp": ddp(), **{f"stage {stage}": zero(stage) for stage in (1, 2, 3)}}
 
 
 # -- observers -----------------------------------------------------------------------------------------------
@@ -276,13 +270,7 @@ class Normed(TinyModule):
 @distributed(world_size=2)
 def test_batch_norm_equals_ddp_and_sync_batchnorm_is_put_in_as_there() -> None:
     """torch synchronises batch norms on GPUs only, so that on a CPU the two agree in its refusal."""
-    with subtest("ddp"):
-        expected = fit(ddp(), Normed)
-    for stage in (1, 2, 3):
-        with subtest(f"stage {stage}"):
-            found = fit(zero(stage), Normed)
-            assert_same_losses(found.module, expected.module)
-            assert_same_weights(found.weights, expected.weights)
+    compare_with_ddp(Normed)
     for name, strategy in strategies().items():
         with subtest(f"{name}, synchronised"):
             module = Normed()

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 
 import zero_strategy as zs
 from tests.harness import distributed, expect_error, subtest
 from tests.integrations.lightning_support import (
     TinyModule,
     assert_same_weights,
+    ddp,
     fit,
     loader,
     make_trainer,
@@ -27,10 +27,6 @@ from tests.integrations.lightning_support import (
     zero,
 )
 from zero_strategy.lightning.checkpoints import RNG_KEY
-
-
-def ddp() -> Any:
-    return DDPStrategy(find_unused_parameters=True)
 
 
 def fit_and_save(strategy: Any, folder: Path, **keywords: Any) -> Path:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torchmetrics
-from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from tests.integrations.lightning_support import (
     TinyModule,
     assert_same_losses,
     assert_same_weights,
+    ddp,
     fit,
     loader,
     make_trainer,
@@ -64,10 +64,6 @@ class Configured(Seeded):
 
 class ConfiguredOnMeta(Configured):
     on_meta = True
-
-
-def ddp() -> Any:
-    return DDPStrategy(find_unused_parameters=True)
 
 
 def empty_module(trainer: Any, empty_init: bool = True) -> TinyModule:

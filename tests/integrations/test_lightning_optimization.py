@@ -7,46 +7,24 @@ has several backwards).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_strategy as zs
 from tests.harness import distributed, rank, subtest
 from tests.integrations.lightning_support import (
-    Outcome,
     TinyModule,
     assert_same_losses,
     assert_same_weights,
+    compare_with_ddp,
+    ddp,
     fit,
     zero,
 )
-
-
-def ddp() -> Any:
-    return DDPStrategy(find_unused_parameters=True)
-
-
-MakeModule = Callable[[], Any]
-
-
-def compare(make_module: MakeModule, *, name: str = "", **settings: Any) -> list[Outcome]:
-    """Train under DDP and at stages 1, 2, 3, and require the same bits; return what each came to."""
-    with subtest(f"{name} ddp"):
-        outcomes = [fit(ddp(), make_module, **settings)]
-    for stage in (1, 2, 3):
-        with subtest(f"{name} stage {stage}"):
-            found = fit(zero(stage, accumulate_whole_gradients=stage > 1), make_module, **settings)
-            assert_same_weights(found.weights, outcomes[0].weights)
-            assert_same_losses(found.module, outcomes[0].module)
-            outcomes.append(found)
-    return outcomes
-
 
 # -- schedulers ----------------------------------------------------------------------------------------------
 
@@ -87,7 +65,7 @@ def test_schedulers_by_step_epoch_and_plateau_give_the_rates_of_ddp() -> None:
         "plateau": [1e-2, 1e-2, 1e-2, 1e-2, 5e-3, 5e-3],
     }
     for kind in ("every second step", "every epoch", "plateau", "one cycle"):
-        outcomes = compare(
+        outcomes = compare_with_ddp(
             lambda kind=kind: Scheduled(kind), name=kind, num_batches=2, max_epochs=3, limit_val_batches=1
         )
         with subtest(kind):
@@ -100,7 +78,7 @@ def test_schedulers_by_step_epoch_and_plateau_give_the_rates_of_ddp() -> None:
 def test_a_scheduler_moves_once_per_step_whatever_is_accumulated() -> None:
     """Case B050: neither per micro-batch nor once for each rank."""
     for accumulate in (1, 4):
-        outcomes = compare(
+        outcomes = compare_with_ddp(
             TinyModule, name=f"{accumulate}", accumulate_grad_batches=accumulate, num_batches=4
         )
         with subtest(f"{accumulate} micro-batches"):
@@ -144,7 +122,7 @@ class Overridden(TinyModule):
 @distributed(world_size=2)
 def test_overrides_of_backward_optimizer_step_zero_grad_and_scheduler_step_count_as_under_ddp() -> None:
     plain = fit(zero(1))
-    outcomes = compare(Overridden)
+    outcomes = compare_with_ddp(Overridden)
     for found in outcomes:
         module = found.module
         assert module.backwards == module.cleared == module.scheduled == found.trainer.global_step == 10
@@ -176,7 +154,7 @@ class Inspecting(TinyModule):
 
 @distributed(world_size=2)
 def test_gradients_seen_before_the_step_are_those_of_ddp_on_every_rank() -> None:
-    outcomes = compare(Inspecting, num_batches=3, max_epochs=1)
+    outcomes = compare_with_ddp(Inspecting, num_batches=3, max_epochs=1)
     for found in outcomes[1:]:
         for seen, expected in zip(found.module.grads, outcomes[0].module.grads, strict=True):
             assert seen.keys() == expected.keys()
@@ -211,7 +189,7 @@ class Manual(TinyModule):
 
 @distributed(world_size=2)
 def test_manual_accumulation_with_toggle_model_equals_ddp_bit_for_bit() -> None:
-    for found in compare(Manual, num_batches=6):
+    for found in compare_with_ddp(Manual, num_batches=6):
         assert found.trainer.global_step == 6
         assert found.trainer.optimizers[0].param_groups[0]["lr"] == 1e-2 * 0.5**3
 
@@ -249,7 +227,7 @@ class ThreeOptimizers(TinyModule):
 
 @distributed(world_size=2)
 def test_three_optimizers_with_their_own_schedulers_equal_ddp_bit_for_bit() -> None:
-    for found in compare(ThreeOptimizers):
+    for found in compare_with_ddp(ThreeOptimizers):
         assert len(found.trainer.optimizers) == 3
         rates = [optimizer.param_groups[0]["lr"] for optimizer in found.trainer.optimizers]
         assert rates == [1e-2 * 0.5**5, 0.1 * 0.5**3, 1e-3 * 0.5**2]

@@ -19,7 +19,6 @@ from lightning.fabric.plugins.precision import HalfPrecision as FabricHalf
 from lightning.fabric.plugins.precision import MixedPrecision as FabricMixed
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 import zero_strategy as zs
@@ -32,6 +31,7 @@ from tests.integrations.lightning_support import (
     TinyModule,
     assert_same_losses,
     assert_same_weights,
+    ddp,
     fit,
     loader,
     make_trainer,
@@ -40,10 +40,6 @@ from tests.integrations.lightning_support import (
 
 # A few overflows, then growth and overflows again: every rule of the scaler is seen in ten steps.
 OVERFLOWING = {"init_scale": 2.0**22, "growth_interval": 2, "backoff_factor": 0.25}
-
-
-def ddp() -> Any:
-    return DDPStrategy(find_unused_parameters=True)
 
 
 def mixed(**settings: Any) -> MixedPrecision:

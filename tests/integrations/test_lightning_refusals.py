@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -24,6 +23,7 @@ from tests.integrations.lightning_support import (
     TinyModule,
     assert_same_losses,
     assert_same_weights,
+    ddp,
     fit,
     loader,
     make_trainer,
@@ -218,7 +218,7 @@ def test_validate_inside_inference_mode_leaves_a_module_that_trains_as_under_ddp
     """The engine is built by `validate`: nothing in it may be an inference tensor."""
     expected = None
     for name, strategy in {
-        "ddp": DDPStrategy(find_unused_parameters=True),
+        "ddp": ddp(),
         **{f"stage {stage}": zero(stage) for stage in (1, 2, 3)},
     }.items():
         with subtest(name):

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -23,22 +22,14 @@ from tests.integrations.lightning_support import (
     TinyModule,
     assert_same_losses,
     assert_same_weights,
+    ddp,
     fit,
     loader,
     make_trainer,
+    strategies,
     whole_weights,
     zero,
 )
-
-
-def ddp() -> Any:
-    return DDPStrategy(find_unused_parameters=True)
-
-
-def strategies() -> dict[str, Any]:
-    """DDP first: its outcome is what the others are held to."""
-    return {"ddp": ddp(), **{f"stage {stage}": zero(stage) for stage in (1, 2, 3)}}
-
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "limits": {"limit_train_batches": 2, "limit_val_batches": 1},
