@@ -264,7 +264,7 @@ class ZeroEngine:
     def _on_backward_end(self) -> None:
         self.ledger.note_backward()
         self.loss_scaler.note_backward_end()
-        if self._reducer.took_unscaled:
+        if self._reducer.took_unscaled and self._reducer.reduces_now():
             raise self.loss_scaler.unscaled_error()
         if not self.optimizers and self._backward.num_ended == 1:
             log_once(

@@ -71,8 +71,8 @@ class GradReducer:
 
     Attributes:
         is_syncing: False inside `no_sync`.
-        took_unscaled: Whether, on some rank, gradients of a loss that should have been scaled came in before
-            the last reduction.
+        took_unscaled: Whether gradients of a loss that should have been scaled have come in: on some rank,
+            once ranks have compared notes, on this one since.
     """
 
     def __init__(
@@ -100,7 +100,6 @@ class GradReducer:
         """
         self.is_syncing = True
         self.took_unscaled = False
-        self._took_unscaled_here = False
         self._buckets: list[Bucket] = []  # those that are trainable; a position in this list never changes
         self._frozen: list[Bucket] = []
         self._collectives = collectives
@@ -160,6 +159,10 @@ class GradReducer:
         finally:
             self.is_syncing = before
 
+    def reduces_now(self) -> bool:
+        """Tell whether a backward here and now is reduced at its end, or its gradients are kept."""
+        return self.is_syncing or not self._may_defer
+
     def close(self) -> None:
         """Take the hooks off."""
         for hook in self._hooks:
@@ -171,10 +174,10 @@ class GradReducer:
         self._backward.begin()
         bucket = self._buckets[position]
         assert param.grad is not None, bucket.layout.params[index].fqn
-        bucket.stash(index, param.grad, accumulates=not self._reduces_now())
+        bucket.stash(index, param.grad, accumulates=not self.reduces_now())
         param.grad = None
         self._progress.fired[position][index] += 1
-        if not self._reduces_now():
+        if not self.reduces_now():
             return
         if self._progress.is_reduced[position]:
             # Re-entrant checkpointing delivers a shared parameter's gradient in parts: next time the
@@ -187,7 +190,7 @@ class GradReducer:
     def on_passed(self, bucket: Bucket) -> None:
         """Note that the backward has passed on from a bucket's unit; all ranks do so at the same point."""
         position = self._position_of.get(bucket)
-        if position is not None and self._reduces_now() and not self._progress.is_reduced[position]:
+        if position is not None and self.reduces_now() and not self._progress.is_reduced[position]:
             self._reduce(position)
 
     def _is_ready(self, position: int) -> bool:
@@ -221,8 +224,8 @@ class GradReducer:
 
     def _on_backward_end(self) -> None:
         if self._is_scaled() is False and any(any(fired) for fired in self._progress.fired):
-            self._took_unscaled_here = True
-        if self._reduces_now():
+            self.took_unscaled = True
+        if self.reduces_now():
             for position in self._order:
                 if not self._progress.is_reduced[position]:
                     self._reduce(position)
@@ -256,7 +259,7 @@ class GradReducer:
         message.append(bool(unfrozen))
         message.append(self._collectives.rank == 0 and new_order != self._order)
         if self._is_scaled() is not None:
-            message.append(self._took_unscaled_here)
+            message.append(self.took_unscaled)
         gathered = self._gather_order()
         orders = [*gathered, *(255 - byte for byte in gathered)]
         stop = self._collectives.stop
@@ -267,7 +270,6 @@ class GradReducer:
         stop.agree(asked)
         answer = [bool(flag) for flag in flags[: len(message)].tolist()]
         self.took_unscaled = self._is_scaled() is not None and answer.pop()
-        self._took_unscaled_here = False
         if answer[-2]:
             self._refuse(unfrozen)
         used, start = [], 0
@@ -286,7 +288,7 @@ class GradReducer:
             log_event("A backward has ended by an exception: all gradients accumulated so far are dropped.")
         for bucket in self._buckets:
             bucket.clear_grads()
-        self._took_unscaled_here = False
+        self.took_unscaled = False
         self._forget_backward()
 
     def _forget_backward(self) -> None:
@@ -296,9 +298,6 @@ class GradReducer:
         self._progress = _Progress.of(self._buckets)
 
     # -- helpers --
-
-    def _reduces_now(self) -> bool:
-        return self.is_syncing or not self._may_defer
 
     def _tell_unused(self, used: list[list[bool]]) -> None:
         """Say once which parameters no rank has used: often a slip, sometimes meant."""

@@ -21,24 +21,24 @@ def agreed(collectives: Collectives, work: Callable[[], T]) -> T:
     cause: Exception | None = None
     try:
         result = work()
-    except ZeroError as raised:
-        error = cause = raised
-    except OSError as raised:
-        cause = raised
-        error = CheckpointError(
-            what=f"{type(raised).__name__}: {raised}",
-            why="The file system refused.",
-            fix="Check free space, permissions and the path. A checkpoint that was there before still is.",
-        )
     except Exception as raised:
         cause = raised
-        error = CheckpointError(
-            what=f"{type(raised).__name__}: {raised}",
-            why="It was raised while a checkpoint was written or read; the traceback above says where.",
-            fix="A checkpoint that was there before still is. If the error is not yours, please report it.",
-        )
+        error = raised if isinstance(raised, ZeroError) else _told(raised)
     try:
         collectives.agree(error)
     except ZeroError as everybodys:
         raise everybodys from cause
     return result  # type: ignore[return-value]
+
+
+def _told(raised: Exception) -> CheckpointError:
+    """Return another library's exception as one that all ranks can raise."""
+    why = "It was raised while a checkpoint was written or read; the traceback above says where."
+    fix = "If the error is not yours, please report it."
+    if isinstance(raised, OSError):
+        why, fix = "The file system refused.", "Check free space, permissions and the path."
+    return CheckpointError(
+        what=f"{type(raised).__name__}: {raised}",
+        why=why,
+        fix=f"A checkpoint that was there before still is. {fix}",
+    )

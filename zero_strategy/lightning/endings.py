@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from zero_strategy.comm.stops import StopRequest
 from zero_strategy.comm.watch import Watch
-from zero_strategy.errors import ConfigError
+from zero_strategy.errors import ConfigError, first_line
 from zero_strategy.log import log_event
 
 STOP_S = 6.0  # leaves the watch time to end all ranks within 20 s of the signal
@@ -147,7 +147,7 @@ def refuse_port(error: Exception) -> ConfigError:
     """Return what to raise when the ranks cannot meet because of their port, or the network."""
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return ConfigError(
-        what=f"The ranks cannot meet at {place} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}",
+        what=f"The ranks cannot meet at {place} (MASTER_ADDR:MASTER_PORT): {first_line(error)}",
         why="Rank 0 listens there for the others. A port belongs to one program, such as another job.",
         fix="Unset MASTER_PORT, and a free port is chosen (on one machine), or set it to another one.",
     )
