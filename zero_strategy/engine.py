@@ -1,13 +1,14 @@
 """The composition root: builds the parts of the engine, owns them, and forwards to them. It has no algorithm.
 
-Read it to find which part does what; read the part to find out how.
+Read it to find which part does what; read the part to find out how. What takes state out and puts it back is
+`EngineState`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -19,10 +20,6 @@ from zero_strategy.average import Averages
 from zero_strategy.bucket import FREED_VERSION
 from zero_strategy.bucket_set import BucketSet
 from zero_strategy.bucketing import check_model, describe_model
-from zero_strategy.checkpoint import full_weights
-from zero_strategy.checkpoint.opened import OpenCheckpoint
-from zero_strategy.checkpoint.parts import Parts
-from zero_strategy.checkpoint.save import save
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.ledger import Ledger, MemoryUse
 from zero_strategy.comm.topology import Topology
@@ -32,10 +29,9 @@ from zero_strategy.engine_checks import (
     check_not_sharded,
     check_not_wrapped,
     needs_sharded_weight,
-    not_a_parameter,
 )
+from zero_strategy.engine_state import EngineState
 from zero_strategy.errors import ShardingError
-from zero_strategy.intact import check_intact
 from zero_strategy.lifecycle import ParamLifecycle
 from zero_strategy.live_buckets import LiveLimits
 from zero_strategy.log import log_once
@@ -51,7 +47,7 @@ from zero_strategy.reducer import GradReducer
 from zero_strategy.report import write_report
 
 
-class ZeroEngine:
+class ZeroEngine(EngineState):
     """Shards a model in place and trains it; the caller goes on using the model.
 
     Attributes:
@@ -279,163 +275,7 @@ class ZeroEngine:
         for bucket in self.buckets:
             bucket.multiply_grads(factor)
 
-    def _begin_call(self, name: str) -> None:
-        """Find out whether all ranks make the same call, before their gathers are mixed up."""
-        self._collectives.require_same([f"engine.{name}()"], "The call")
-
-    def _require_intact(self) -> None:
-        self.averages.require_out()
-        error = check_intact(self.model, self._places)
-        if error is not None:
-            raise error
-
-    # -- whole values --
-
-    @contextmanager
-    def unsharded_params(self, writeback: bool = False) -> Iterator[None]:
-        """Make all parameters whole for a block of code. Collective, also at the end if `writeback`.
-
-        Args:
-            writeback: Keep what the block has written, rank 0's on all ranks, in the shards and the masters.
-                Otherwise the block must not write: at stage 3 it would be lost, below it would be overwritten
-                by the next step.
-        """
-        self._begin_call("unsharded_params")
-        with self._lifecycle.all_whole():
-            yield
-            if writeback:
-                for bucket in self.buckets:
-                    bucket.take_written()
-                self._masters.take_params()
-
-    def full_grad(self, param: nn.Parameter) -> Tensor | None:
-        """Return the averaged gradient of a parameter, whole. Collective.
-
-        Args:
-            param: One of the model's parameters.
-
-        Returns:
-            A copy of the parameter's shape, or None if no rank has used it since the gradients were cleared.
-            In fp32 where losses are scaled, since fp16 may not hold it once the scale is taken out.
-
-        Raises:
-            ShardingError: It is not one of the model's parameters.
-        """
-        if param not in self._places:
-            raise not_a_parameter(param)
-        bucket, index = self._places[param]
-        self._begin_call("full_grad")
-        if bucket.grad_shard is None or not bucket.has_grad[index]:
-            return None
-        grad = bucket.views(bucket.gather_shards(bucket.grad_shard))[index].clone()
-        if not self.loss_scaler.is_active:
-            return grad
-        owner = next((o for o in self.optimizers if any(param is held for held in o.params())), None)
-        return grad.float() * (1 / self.loss_scaler.scale if owner is None else owner.grad_factor)
-
-    def full_state_dict(
-        self, dtype: torch.dtype | None = None, trainable_only: bool = False
-    ) -> dict[str, Any]:
-        """Gather whole weights. Collective; memory for one bucket besides the result.
-
-        Args:
-            dtype: Cast floating-point parameters to this; by default they keep theirs. fp32 gives the masters
-                where there are any, which are more precise than the parameters cast.
-            trainable_only: Leave out frozen parameters and buffers.
-
-        Returns:
-            On rank 0 CPU tensors under the very keys of `model.state_dict()`, tied names sharing one tensor;
-            on other ranks {}.
-        """
-        self._require_intact()
-        self._begin_call("full_state_dict")
-        masters = self._masters.weights_of if dtype == torch.float32 else None
-        return full_weights.gather(
-            self.model, self.buckets, self._collectives, masters, dtype=dtype, trainable_only=trainable_only
-        )
-
-    def load_full_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True
-    ) -> full_weights.LoadResult:
-        """Take over whole weights and buffers, masters included. Collective.
-
-        Args:
-            state_dict: As `model.state_dict()` has it. Rank 0's is used; other ranks may pass {}.
-            strict: Refuse missing and unexpected names instead of returning them.
-
-        Returns:
-            The missing and the unexpected names: `missing_keys` are in the model only, `unexpected_keys` in
-            `state_dict` only.
-
-        Raises:
-            CheckpointError: Shapes differ, or names do and `strict`.
-        """
-        self.averages.require_out()
-        self._begin_call("load_full_state_dict")
-        result = full_weights.scatter(self.model, self.buckets, self._masters, state_dict, self._collectives)
-        if strict:
-            full_weights.require_names(result, so_far="What did match has been loaded.")
-        return result
-
-    def sync_masters_from_params(self) -> None:
-        """Take over the parameters' values after something else than the optimizer has written them."""
-        self._masters.take_params()
-
-    # -- checkpoints --
-
-    def save_checkpoint(
-        self, path: str | os.PathLike[str], extra: Any = None, *, weights_only: bool = False
-    ) -> None:
-        """Write weights, masters, optimizers and `extra` into a folder. Collective.
-
-        Args:
-            path: The folder; made if missing. A checkpoint that is there stays valid until the new one is
-                complete.
-            extra: Nested dicts and lists of JSON values and tensors. Rank 0's is kept.
-            weights_only: Leave the optimizers out.
-
-        Raises:
-            CheckpointError: Something cannot be written; on all ranks.
-        """
-        self._require_intact()
-        parts = self.parts()
-        if weights_only:
-            parts = parts._replace(optimizers=[], averages=[])
-        save(parts, os.fspath(path), extra)
-
-    def load_checkpoint(self, path: str | os.PathLike[str]) -> Any:
-        """Take over a checkpoint, saved at whatever world size, stage and bucket size. Collective.
-
-        Args:
-            path: The folder that `save_checkpoint` wrote; the same on all ranks.
-
-        Returns:
-            The `extra` it was saved with.
-
-        Raises:
-            CheckpointError: It is missing, incomplete, damaged, or of another model; on all ranks.
-        """
-        with self.open_checkpoint(path) as opened:
-            return opened.load_all()
-
-    def open_checkpoint(self, path: str | os.PathLike[str]) -> OpenCheckpoint:
-        """Open a checkpoint to take it over in steps, as `load_checkpoint` does at once. Collective."""
-        self.averages.require_out()
-        return OpenCheckpoint(self.parts(), os.fspath(path))
-
-    def parts(self) -> Parts:
-        """Return what checkpoints and averages are made of."""
-        return Parts(
-            model=self.model,
-            buckets=self.buckets,
-            masters=self._masters,
-            optimizers=self.optimizers,
-            averages=self.averages.all,
-            loss_scaler=self.loss_scaler,
-            collectives=self._collectives,
-            stage=self.config.stage,
-            reshard_idle=self._lifecycle.reshard_idle,
-        )
+    # -- queries --
 
     def holds(self, params: Iterable[nn.Parameter]) -> bool:
         """Whether these are the engine's parameters, all of them and no others."""

@@ -35,7 +35,7 @@ ORDER = [
     "checkpoint.together", "checkpoint.full_weights", "checkpoint.parts", "checkpoint.averages",
     "checkpoint.stored_weights", "checkpoint.fits", "checkpoint.opened", "checkpoint.save",
     "checkpoint.consolidate",
-    "root_methods", "report", "engine_checks", "engine", "ema",
+    "root_methods", "report", "engine_checks", "engine_state", "engine", "ema",
     "lightning", "accelerate", "transformers",
     "cli", "run",
 ]  # fmt: skip
