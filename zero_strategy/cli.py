@@ -85,9 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _consolidate(parsed: argparse.Namespace) -> int:
-    from zero_strategy.checkpoint.consolidate import ConsolidateOptions, consolidate
+    from zero_strategy.checkpoint.consolidate import consolidate
+    from zero_strategy.checkpoint.export import ExportOptions
 
-    options = ConsolidateOptions(
+    options = ExportOptions(
         dtype=_parse_dtype(parsed.dtype) if parsed.dtype else None,
         max_shard_size_bytes=parse_size_bytes(parsed.max_shard_size),
         trainable_only=parsed.trainable_only,
@@ -172,7 +173,7 @@ def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParse
     )
     command.add_argument("checkpoint", metavar="CKPT", type=Path, help="the checkpoint folder; only read")
     command.add_argument(
-        "out", metavar="OUT", type=Path, help="the folder to write: new, empty or an earlier output"
+        "out", metavar="OUT", type=Path, help="the folder to write: new, empty, or an earlier output of CKPT"
     )
     command.add_argument("--dtype", help="of the weights: bf16, fp16, fp32 (default: each parameter's own)")
     command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
@@ -191,7 +192,7 @@ def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParse
         type=Path,
         help="copy tokenizer and similar files from here, no weights",
     )
-    command.add_argument("--force", action="store_true", help="write into a folder that holds other files")
+    command.add_argument("--force", action="store_true", help="write into a folder that holds anything else")
 
 
 def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

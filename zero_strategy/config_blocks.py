@@ -145,6 +145,9 @@ class ZeroOptimization(Block):
     stage3_model_persistence_threshold: CountOrZero = sys.maxsize
     """Elements that stay whole so, all together; the smallest parameters come first. Default as in
     DeepSpeed."""
+    stage3_gather_16bit_weights_on_model_save: StrictBool = False
+    """Let `engine.save_16bit_model()` gather the weights at stage 3; it is refused there otherwise. Single
+    files of Lightning and Fabric and `engine.full_state_dict()` hold whole weights in any case."""
     leaf_module: LeafModule = LeafModule()
 
 

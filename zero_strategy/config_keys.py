@@ -71,10 +71,6 @@ def _later(subject: str, fix: str = "Remove the key until then.", *neutral: obje
 
 _MANIFEST = "every checkpoint has a manifest and loads at any world size, stage and bucket size"
 _FLAT_GATHER = "a bucket is gathered as one flat tensor in place: there is nothing to copy together first"
-_WHOLE_WEIGHTS = (
-    "engine.full_state_dict() and Lightning's single file always hold whole weights, "
-    "in the parameters' dtype, and zero-strategy consolidate makes a folder whole"
-)
 _LOGGERS = "the loggers of your training framework"
 _FOREIGN_BLOCKS = (
     *(
@@ -113,8 +109,10 @@ _ZERO_RULES: dict[str, KeyRule] = {
     "round_robin_gradients": _replaced(
         "every rank owns an equal range of every bucket, so the work is even", False
     ),
-    "stage3_gather_16bit_weights_on_model_save": _replaced(_WHOLE_WEIGHTS, False, AUTO),
-    "stage3_gather_fp16_weights_on_model_save": _replaced(_WHOLE_WEIGHTS, False),
+    "stage3_gather_fp16_weights_on_model_save": _refused(
+        "It is the old spelling of stage3_gather_16bit_weights_on_model_save.",
+        "Write stage3_gather_16bit_weights_on_model_save.",
+    ),
     "stage3_module_granularity_threshold": _replaced(
         "buckets are whole repeated blocks, found automatically", 0
     ),
@@ -249,7 +247,7 @@ AUTO_HINTS: dict[str, str] = {
     f"{ZERO_BLOCK}.reduce_bucket_size": "a number of elements, or leave it out (25000000)",
     f"{ZERO_BLOCK}.stage3_prefetch_bucket_size": "a number of elements, or leave it out (the next bucket)",
     f"{ZERO_BLOCK}.stage3_param_persistence_threshold": "a number of elements, or leave it out (100000)",
-    f"{ZERO_BLOCK}.stage3_gather_16bit_weights_on_model_save": "nothing: leave it out",
+    f"{ZERO_BLOCK}.stage3_gather_16bit_weights_on_model_save": "true or false, or leave it out (false)",
 }
 
 # The stages at which an honoured key changes anything; keys not named here act at every stage.
@@ -260,6 +258,7 @@ STAGES_OF_KEY: dict[str, tuple[int, ...]] = {
     f"{ZERO_BLOCK}.stage3_prefetch_bucket_size": (3,),
     f"{ZERO_BLOCK}.stage3_param_persistence_threshold": (3,),
     f"{ZERO_BLOCK}.stage3_model_persistence_threshold": (3,),
+    f"{ZERO_BLOCK}.stage3_gather_16bit_weights_on_model_save": (3,),
     f"{ZERO_BLOCK}.leaf_module.classes": (3,),
     f"{ZERO_BLOCK}.leaf_module.names": (3,),
     f"{ZERO_BLOCK}.leaf_module.name_suffixes": (3,),

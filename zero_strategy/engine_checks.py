@@ -86,3 +86,14 @@ def not_a_parameter(tensor: Tensor) -> ShardingError:
         why="The engine knows the gradients of its own parameters only.",
         fix="Pass one of `model.parameters()`.",
     )
+
+
+def gathers_unasked() -> ConfigError:
+    """Return what is raised where saving a 16-bit model would gather what the config leaves sharded."""
+    return ConfigError(
+        what="save_16bit_model() at stage 3 needs stage3_gather_16bit_weights_on_model_save, which is false.",
+        why="Parameters are sharded, and gathering them is left out unless the config asks for it, as in "
+        "DeepSpeed.",
+        fix='Set "stage3_gather_16bit_weights_on_model_save": true in zero_optimization; or save with '
+        "engine.save_checkpoint() and run `zero-strategy consolidate`.",
+    )

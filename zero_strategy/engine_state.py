@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from zero_strategy.average import Averages
 from zero_strategy.bucket import Bucket
 from zero_strategy.checkpoint import full_weights
+from zero_strategy.checkpoint.export import DEFAULT_SHARD_SIZE_BYTES, ExportOptions
 from zero_strategy.checkpoint.opened import OpenCheckpoint
 from zero_strategy.checkpoint.parts import Parts
 from zero_strategy.checkpoint.save import save
+from zero_strategy.checkpoint.sixteen_bit import save_16bit
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.config import ZeroConfig
-from zero_strategy.engine_checks import not_a_parameter
+from zero_strategy.engine_checks import gathers_unasked, not_a_parameter
 from zero_strategy.intact import check_intact
 from zero_strategy.lifecycle import ParamLifecycle
 from zero_strategy.loss_scaler import LossScaler
@@ -103,12 +105,40 @@ class EngineState:
             On rank 0 CPU tensors under the very keys of `model.state_dict()`, tied names sharing one tensor;
             on other ranks {}.
         """
-        self._require_intact()
-        self._begin_call("full_state_dict")
+        self._require_all_intact("full_state_dict")
         masters = self._masters.weights_of if dtype == torch.float32 else None
         return full_weights.gather(
             self.model, self.buckets, self._collectives, masters, dtype=dtype, trainable_only=trainable_only
         )
+
+    def save_16bit_model(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_shard_size_bytes: int = DEFAULT_SHARD_SIZE_BYTES,
+        trainable_only: bool = False,
+    ) -> None:
+        """Write whole weights in 16 bits as a Hugging Face folder. Collective; memory for one bucket besides.
+
+        fp32 parameters become bf16, which has their range. The folder is what `zero-strategy consolidate`
+        writes: safetensors, with the configs of a transformers model, moved into its place when it is
+        complete; a folder that an earlier call wrote is replaced.
+
+        Args:
+            path: The folder; rank 0's counts.
+            max_shard_size_bytes: Of one weights file; a larger tensor gets a file of its own.
+            trainable_only: Leave out frozen parameters and buffers.
+
+        Raises:
+            ConfigError: At stage 3, if `stage3_gather_16bit_weights_on_model_save` is not set.
+            CheckpointError: It cannot be written, or the folder holds something else; on all ranks.
+        """
+        gathers = any(bucket.policy.shard_params for bucket in self.buckets)
+        if gathers and not self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
+            raise gathers_unasked()
+        self._require_all_intact("save_16bit_model")
+        options = ExportOptions(max_shard_size_bytes=max_shard_size_bytes, trainable_only=trainable_only)
+        save_16bit(self.parts(), os.fspath(path), options)
 
     def load_full_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True
@@ -153,7 +183,7 @@ class EngineState:
         Raises:
             CheckpointError: Something cannot be written; on all ranks.
         """
-        self._require_intact()
+        self._require_all_intact("save_checkpoint")
         parts = self.parts()
         if weights_only:
             parts = parts._replace(optimizers=[], averages=[])
@@ -198,6 +228,12 @@ class EngineState:
     def _begin_call(self, name: str) -> None:
         """Find out whether all ranks make the same call, before their gathers are mixed up."""
         self._collectives.require_same([f"engine.{name}()"], "The call")
+
+    def _require_all_intact(self, name: str) -> None:
+        """Begin a call that saves: what one rank has done to its model is raised on all. Collective."""
+        self._begin_call(name)
+        self.averages.require_out()
+        self._collectives.agree(check_intact(self.model, self._places))
 
     def _require_intact(self) -> None:
         self.averages.require_out()

@@ -68,6 +68,7 @@ HF_VALUES = {
     "zero_optimization.reduce_bucket_size": 64 * 64,
     "zero_optimization.stage3_prefetch_bucket_size": 3686,
     "zero_optimization.stage3_param_persistence_threshold": 640,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
     "gradient_accumulation_steps": 4,
     "gradient_clipping": 1.0,
     "train_batch_size": 16,

@@ -82,7 +82,7 @@ def test_auto_is_filled_by_the_front_end_and_filling_is_repeatable() -> None:
 def test_auto_that_is_left_is_refused_with_what_to_write() -> None:
     with pytest.raises(ConfigError) as caught:
         ZeroConfig.load(HF_STAGE_3).resolve(
-            2, auto={key: HF_VALUES[key] for key in HF_VALUES if "16" not in key}
+            2, auto={key: HF_VALUES[key] for key in HF_VALUES if "16." not in key}
         )
     assert caught.value.what == 'Still "auto": fp16.enabled, bf16.enabled.'
     assert "bf16.enabled: true or false" in caught.value.fix

@@ -8,6 +8,7 @@ Memory: the peak resident size of a process, which may grow by 160 MiB while it 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +20,10 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
 from tests.synthetic_checkpoint import Description, same_bits, save, small_state
-from zero_strategy.checkpoint.consolidate import MARKER_NAME, ConsolidateOptions, consolidate
+from zero_strategy.checkpoint.consolidate import consolidate
+from zero_strategy.checkpoint.export import INDEX_NAME, MARKER_NAME, ExportOptions
 from zero_strategy.checkpoint.hf import hf_record
+from zero_strategy.checkpoint.manifest import lock_folder
 from zero_strategy.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers")
@@ -88,7 +91,7 @@ def test_plain_from_pretrained_loads_the_very_weights(
 ) -> None:
     model = tiny_llama(tied=tied)
     save_model(tmp_path / "checkpoint", model)
-    options = ConsolidateOptions(max_shard_size_bytes=max_shard_size_bytes)
+    options = ExportOptions(max_shard_size_bytes=max_shard_size_bytes)
     report = consolidate(tmp_path / "checkpoint", tmp_path / "out", options)
     if max_shard_size_bytes == 3000:
         assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
@@ -134,14 +137,14 @@ def test_the_prefix_of_the_hugging_face_model_is_stripped_and_the_rest_left_out(
     tokens = torch.arange(12).reshape(2, 6)
     with torch.no_grad():
         assert torch.equal(loaded(tokens).logits, wrapper.model(tokens).logits)
-    everything = consolidate(tmp_path / "checkpoint", tmp_path / "all", ConsolidateOptions(strip_prefix=""))
+    everything = consolidate(tmp_path / "checkpoint", tmp_path / "all", ExportOptions(strip_prefix=""))
     assert everything.left_out == ()
     assert "value_head.bias" in weights_of(tmp_path / "all")
-    head = ConsolidateOptions(strip_prefix="value_head.")
+    head = ExportOptions(strip_prefix="value_head.")
     consolidate(tmp_path / "checkpoint", tmp_path / "head", head)
     assert set(weights_of(tmp_path / "head")) == {"weight", "bias"}
     with pytest.raises(CheckpointError, match=r"'student\.'.*names are: model.model.embed") as caught:
-        consolidate(tmp_path / "checkpoint", tmp_path / "none", ConsolidateOptions(strip_prefix="student."))
+        consolidate(tmp_path / "checkpoint", tmp_path / "none", ExportOptions(strip_prefix="student."))
     assert "strip-prefix" in caught.value.fix
     assert not (tmp_path / "none").exists()
 
@@ -178,7 +181,7 @@ def test_dtype_converts_floating_parameters_and_leaves_buffers(tmp_path: Path) -
     state = small_state()
     state["block.weight"] = torch.randn(7, 15)
     save(tmp_path / "checkpoint", state, 3, Description(buffers=frozenset({"step", "mask"})))
-    consolidate(tmp_path / "checkpoint", tmp_path / "out", ConsolidateOptions(dtype=torch.float16))
+    consolidate(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(dtype=torch.float16))
     for name, tensor in weights_of(tmp_path / "out").items():
         converts = name in ("block.weight", "block.bias", "empty")
         assert same_bits(tensor, state[name].half() if converts else state[name]), name
@@ -187,7 +190,7 @@ def test_dtype_converts_floating_parameters_and_leaves_buffers(tmp_path: Path) -
 def test_the_config_says_the_dtype_that_was_written(tmp_path: Path) -> None:
     save_model(tmp_path / "checkpoint", tiny_llama(tied=True))
     for dtype, name in ((None, "bfloat16"), (torch.float16, "float16"), (torch.float32, "float32")):
-        consolidate(tmp_path / "checkpoint", tmp_path / "out", ConsolidateOptions(dtype=dtype))
+        consolidate(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(dtype=dtype))
         config = json.loads((tmp_path / "out" / "config.json").read_text())
         assert config.get("dtype", config.get("torch_dtype")) == name
         assert config["hidden_size"] == 16
@@ -196,7 +199,7 @@ def test_the_config_says_the_dtype_that_was_written(tmp_path: Path) -> None:
 def test_values_that_float16_cannot_hold_are_refused_by_name(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint", {"w": torch.tensor([1.0, 7e4, float("inf")])}, 1)
     with pytest.raises(CheckpointError) as caught:
-        consolidate(tmp_path / "checkpoint", tmp_path / "out", ConsolidateOptions(dtype=torch.float16))
+        consolidate(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(dtype=torch.float16))
     assert "1 elements of 'w'" in caught.value.what
     assert "bf16" in caught.value.fix
     assert names_in(tmp_path) == {"checkpoint"}
@@ -205,11 +208,11 @@ def test_values_that_float16_cannot_hold_are_refused_by_name(tmp_path: Path) -> 
 def test_trainable_only_writes_no_frozen_parameter_and_no_buffer(tmp_path: Path) -> None:
     description = Description(frozen=frozenset({"block.bias", "empty"}), buffers=frozenset({"mask"}))
     save(tmp_path / "checkpoint", small_state(), 3, description)
-    consolidate(tmp_path / "checkpoint", tmp_path / "out", ConsolidateOptions(trainable_only=True))
+    consolidate(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(trainable_only=True))
     assert set(weights_of(tmp_path / "out")) == {"block.weight", "step", "counter"}
     save(tmp_path / "frozen", {"w": torch.zeros(2)}, 1, Description(frozen=frozenset({"w"})))
     with pytest.raises(CheckpointError, match="trainable"):
-        consolidate(tmp_path / "frozen", tmp_path / "none", ConsolidateOptions(trainable_only=True))
+        consolidate(tmp_path / "frozen", tmp_path / "none", ExportOptions(trainable_only=True))
 
 
 def test_side_files_are_copied_and_weights_and_stale_configs_are_not(tmp_path: Path) -> None:
@@ -222,14 +225,14 @@ def test_side_files_are_copied_and_weights_and_stale_configs_are_not(tmp_path: P
     for name in [*kept, *weights]:
         (source / name).write_text("source")
     (source / "config.json").write_text('{"model_type": "gpt2"}')
-    consolidate(tmp_path / "checkpoint", tmp_path / "out", ConsolidateOptions(hf_files=source))
+    consolidate(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(hf_files=source))
     expected = {*kept, "additional_chat_templates", "config.json", "generation_config.json", MARKER_NAME}
     assert names_in(tmp_path / "out") == expected | {"model.safetensors"}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
     assert (tmp_path / "out" / "additional_chat_templates" / "tool.jinja").read_text() == "{{ tools }}"
     for wrong in ("nowhere", "checkpoint/manifest.json"):
         with pytest.raises(CheckpointError, match=wrong):
-            options = ConsolidateOptions(hf_files=tmp_path / wrong)
+            options = ExportOptions(hf_files=tmp_path / wrong)
             consolidate(tmp_path / "checkpoint", tmp_path / "none", options)
     assert not (tmp_path / "none").exists()
 
@@ -238,24 +241,79 @@ def test_the_config_of_hf_files_serves_where_the_checkpoint_has_none(tmp_path: P
     save(tmp_path / "checkpoint", {"w": torch.zeros(2)}, 1)
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "config.json").write_text('{"model_type": "gpt2", "torch_dtype": "float16"}')
-    consolidate(tmp_path / "checkpoint", tmp_path / "out", ConsolidateOptions(hf_files=tmp_path / "source"))
+    consolidate(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(hf_files=tmp_path / "source"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == {"model_type": "gpt2", "torch_dtype": "float32"}
 
 
-def test_an_earlier_output_is_replaced_without_stale_shards_and_keeps_what_the_user_added(
+def test_a_second_run_replaces_the_first_without_stale_shards_and_keeps_what_the_user_added(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "out"
-    save(tmp_path / "checkpoint", {"a": torch.zeros(100), "b": torch.zeros(100)}, 2)
-    consolidate(tmp_path / "checkpoint", out, ConsolidateOptions(max_shard_size_bytes=400))
+    save(tmp_path / "checkpoint", {"a": torch.ones(100), "b": torch.ones(100)}, 2)
+    consolidate(tmp_path / "checkpoint", out, ExportOptions(max_shard_size_bytes=400))
     assert "model-00002-of-00002.safetensors" in names_in(out)
     (out / "README.md").write_text("mine")
-    save(tmp_path / "checkpoint", {"a": torch.ones(100), "b": torch.ones(100)}, 2)
-    consolidate(tmp_path / "checkpoint", out)
+    consolidate(tmp_path / "checkpoint", out, ExportOptions(dtype=torch.bfloat16))
     assert names_in(out) == {"model.safetensors", MARKER_NAME, "README.md"}
-    assert torch.equal(weights_of(out)["b"], torch.ones(100))
+    assert same_bits(weights_of(out)["b"], torch.ones(100).bfloat16())
     assert names_in(tmp_path) == {"checkpoint", "out"}
+
+
+def test_the_output_of_another_checkpoint_is_replaced_by_force_only(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = save(tmp_path / "checkpoint", {"a": torch.zeros(100)}, 2)
+    consolidate(tmp_path / "checkpoint", out)
+    before = (out / "model.safetensors").read_bytes()
+    save(tmp_path / "checkpoint", {"a": torch.ones(100)}, 2)
+    with pytest.raises(CheckpointError, match=f"holds weights of checkpoint {first.checkpoint_id}") as caught:
+        consolidate(tmp_path / "checkpoint", out)
+    assert "--force" in caught.value.fix
+    assert (out / "model.safetensors").read_bytes() == before
+    consolidate(tmp_path / "checkpoint", out, ExportOptions(force=True))
+    assert torch.equal(weights_of(out)["a"], torch.ones(100))
+    (out / MARKER_NAME).write_text("[]")
+    with pytest.raises(CheckpointError, match="not written from this source"):
+        consolidate(tmp_path / "checkpoint", out)
+
+
+def test_a_run_stopped_while_it_replaces_shards_leaves_no_mixture_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ExportOptions(max_shard_size_bytes=400, force=True)
+    replace, num_left = os.replace, 0
+
+    def stop_in_between(source: Path, target: Path) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            raise OSError("stopped")
+        replace(source, target)
+
+    for stop_at in range(1, 6):  # three shards, the index, the marker
+        for value in (0.0, 1.0):
+            save(tmp_path / f"{value}", {name: torch.full((100,), value) for name in "abc"}, 2)
+        consolidate(tmp_path / "0.0", tmp_path / "out", options)
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="stopped"):
+            num_left = stop_at
+            patch.setattr(os, "replace", stop_in_between)
+            consolidate(tmp_path / "1.0", tmp_path / "out", options)
+        if (tmp_path / "out" / INDEX_NAME).exists():
+            assert {float(value.sum()) for value in weights_of(tmp_path / "out").values()} == {100.0}
+        assert names_in(tmp_path) == {"0.0", "1.0", "out"}
+
+
+def test_what_a_killed_run_has_left_is_deleted_and_a_run_that_goes_on_is_not(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint", {"a": torch.ones(3)}, 1)
+    kept = {".out.89abcdef.partial", ".out.mine.partial", ".other.0123abcd.partial"}
+    for name in (".out.0123abcd.partial", *kept):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("half")
+    lock = lock_folder(tmp_path / ".out.89abcdef.partial")
+    consolidate(tmp_path / "checkpoint", tmp_path / "out")
+    assert lock is not None
+    os.close(lock)
+    assert names_in(tmp_path) == {"checkpoint", "out"} | kept
 
 
 def test_a_folder_with_other_files_is_refused_unless_forced(tmp_path: Path) -> None:
@@ -267,12 +325,12 @@ def test_a_folder_with_other_files_is_refused_unless_forced(tmp_path: Path) -> N
         consolidate(tmp_path / "checkpoint", out)
     assert "--force" in caught.value.fix
     assert names_in(out) == {"thesis.txt"}
-    consolidate(tmp_path / "checkpoint", out, ConsolidateOptions(force=True))
+    consolidate(tmp_path / "checkpoint", out, ExportOptions(force=True))
     assert names_in(out) == {"thesis.txt", "model.safetensors", MARKER_NAME}
     with pytest.raises(CheckpointError, match="holds a checkpoint"):
-        consolidate(tmp_path / "checkpoint", tmp_path / "checkpoint", ConsolidateOptions(force=True))
+        consolidate(tmp_path / "checkpoint", tmp_path / "checkpoint", ExportOptions(force=True))
     with pytest.raises(CheckpointError, match="is a file"):
-        consolidate(tmp_path / "checkpoint", out / "thesis.txt", ConsolidateOptions(force=True))
+        consolidate(tmp_path / "checkpoint", out / "thesis.txt", ExportOptions(force=True))
 
 
 def test_a_damaged_checkpoint_leaves_no_output_and_an_earlier_one_untouched(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ ORDER = [
     "checkpoint.manifest", "checkpoint.format", "checkpoint.inspection", "checkpoint.hf",
     "checkpoint.together", "checkpoint.full_weights", "checkpoint.parts", "checkpoint.averages",
     "checkpoint.stored_weights", "checkpoint.fits", "checkpoint.opened", "checkpoint.save",
-    "checkpoint.consolidate",
+    "checkpoint.export", "checkpoint.consolidate", "checkpoint.sixteen_bit",
     "root_methods", "report", "engine_checks", "engine_state", "engine", "ema",
     "lightning", "accelerate", "transformers",
     "cli", "run",

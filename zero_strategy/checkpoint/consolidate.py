@@ -1,332 +1,43 @@
 """A sharded checkpoint written out as one Hugging Face folder, offline, with the memory of one chunk.
 
 Called by the command line and by anyone who has a checkpoint folder; needs no process group and no model.
-It knows the manifest and the layout of a Hugging Face folder, and asks `format` for everything that is
-read.
-
-[Note: Tied weights]
-A tied parameter is stored once. transformers ties on loading when the config says `tie_word_embeddings`, so
-the one name it was registered under first is enough. A config that says otherwise does not tie, and a
-missing name would stay randomly initialised there, so every name is written. A model without a Hugging Face
-config is written as safetensors' own `save_model` does it: one name, the others listed in the file's
-metadata.
+It asks `format` for everything that is read, and leaves what is written to `export`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-import secrets
-import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
-import torch
-from pydantic import JsonValue
-from torch import Tensor
-from tqdm import tqdm
-
-from zero_strategy.checkpoint.elements import dtype_name
-from zero_strategy.checkpoint.format import MANIFEST_NAME, CheckpointReader, Manifest, model_tensor_name
-from zero_strategy.checkpoint.hf import config_with_dtype, copy_side_files, read_config, ties_word_embeddings
-from zero_strategy.checkpoint.manifest import sync_folder, to_readable_json
-from zero_strategy.checkpoint.safetensors_io import SafetensorsWriter, TensorSpec
-from zero_strategy.errors import CheckpointError
-
-MARKER_NAME = "zero_strategy.json"  # in every folder written here; such a folder may be written again
-DEFAULT_SHARD_SIZE_BYTES = 5 * 10**9  # a size every file system and hub takes
-
-_WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-
-
-@dataclass(frozen=True)
-class ConsolidateOptions:
-    """How to write the folder.
-
-    Attributes:
-        dtype: Of all floating-point parameters; None: each parameter's own in the model. Buffers keep theirs.
-        max_shard_size_bytes: Of one weights file; a larger tensor gets a file of its own.
-        trainable_only: Write the trainable parameters only, and no buffers.
-        strip_prefix: Take what lies below this FQN prefix, and name it without; None: the prefix of the
-            Hugging Face model in the checkpoint, if there is one.
-        hf_files: A folder whose tokenizer files are copied. Its config.json and generation_config.json serve
-            only where the checkpoint has none: the checkpoint's describe the model that was trained, say
-            with a resized vocabulary.
-        force: Write into a folder that holds other files. Files of the same names and weight files are
-            replaced.
-    """
-
-    dtype: torch.dtype | None = None
-    max_shard_size_bytes: int = DEFAULT_SHARD_SIZE_BYTES
-    trainable_only: bool = False
-    strip_prefix: str | None = None
-    hf_files: Path | None = None
-    force: bool = False
-
-
-class ConsolidateReport(NamedTuple):
-    """What was written."""
-
-    out: Path
-    files: tuple[str, ...]
-    num_tensors: int
-    num_bytes: int  # of the weights
-    left_out: tuple[str, ...]  # names outside the prefix
-    tied: dict[str, str]  # name left out because it is tied -> name written
-
-
-class _Output(NamedTuple):
-    """One tensor to write."""
-
-    spec: TensorSpec
-    source: str  # tensor name in the checkpoint
-
-
-class _Selection(NamedTuple):
-    outputs: list[_Output]
-    left_out: list[str]
-    tied: dict[str, str]
+from zero_strategy.checkpoint.export import ExportOptions, ExportReport, Source, export
+from zero_strategy.checkpoint.format import CheckpointReader, model_tensor_name
 
 
 def consolidate(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    options: ConsolidateOptions | None = None,
-) -> ConsolidateReport:
-    """Write a checkpoint as a Hugging Face folder.
+    options: ExportOptions | None = None,
+) -> ExportReport:
+    """Write a checkpoint as a Hugging Face folder. See `export`.
 
-    The folder gets model.safetensors, or numbered files and model.safetensors.index.json, and the configs
-    that the checkpoint or `hf_files` has. It is written beside its place and moved there at the end, so a
-    failure leaves nothing behind, and a second run over an earlier output replaces it. Memory: two chunks
-    of 64 MiB, however large the model. Non-persistent buffers are in no checkpoint. Tied weights: see
-    [Note: Tied weights].
+    Memory: two chunks of 64 MiB, however large the model. Non-persistent buffers are in no checkpoint.
 
     Args:
         checkpoint: The checkpoint folder. It is only read.
         out: The folder to write.
-        options: See `ConsolidateOptions`.
+        options: See `ExportOptions`.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, the selection is empty or ambiguous, `out` holds other
-            files, or the disk has too little space.
+        CheckpointError: The checkpoint is damaged, the selection is empty or ambiguous, `out` holds anything
+            but an earlier output of this checkpoint, or the disk has too little space.
     """
-    options = options or ConsolidateOptions()
-    target = Path(os.path.realpath(out))
     with CheckpointReader(checkpoint) as reader:
-        selection = _select(reader.manifest, options)
-        num_bytes = sum(output.spec.num_bytes for output in selection.outputs)
-        _check_target(target, options.force)
-        try:
-            staging = _make_staging(target, num_bytes)
-            try:
-                _write_weights(reader, selection, staging, options.max_shard_size_bytes)
-                _write_side_files(reader.manifest, selection, staging, options.hf_files)
-                files = tuple(sorted(path.name for path in staging.iterdir()))
-                _move(staging, target)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
-        except OSError as error:
-            raise _not_written(target, str(error)) from error
-    return ConsolidateReport(
-        target, files, len(selection.outputs), num_bytes, tuple(selection.left_out), selection.tied
-    )
-
-
-# -- selection --
-
-
-def _select(manifest: Manifest, options: ConsolidateOptions) -> _Selection:
-    prefix = options.strip_prefix
-    if prefix is None:
-        prefix = manifest.hf.prefix if manifest.hf else ""
-    writes_aliases = manifest.hf is not None and not ties_word_embeddings(manifest.hf.config)
-    selection = _Selection([], [], {})
-    seen: dict[str, str] = {}
-    for fqn, shape, dtype, aliases in _candidates(manifest, options):
-        inside = [name for name in (fqn, *aliases) if name.startswith(prefix)]
-        if not inside:
-            selection.left_out.append(fqn)
-            continue
-        written = inside if writes_aliases else inside[:1]
-        for name in written:
-            key = name.removeprefix(prefix)
-            if not key or key == "__metadata__" or key in seen:
-                raise _bad_selection(f"{name!r} would be written as {key!r}, which is taken or not a name")
-            seen[key] = name
-            selection.outputs.append(_Output(TensorSpec(key, shape, dtype), model_tensor_name(fqn)))
-        for name in inside[len(written) :]:
-            selection.tied[name.removeprefix(prefix)] = written[0].removeprefix(prefix)
-    if not selection.outputs:
-        kind = "trainable parameter" if options.trainable_only else "parameter"
-        names = ", ".join(list(manifest.params)[:3]) or "none"
-        raise _bad_selection(f"no {kind} has a name that begins with {prefix!r}; names are: {names}, ...")
-    return selection
-
-
-def _candidates(
-    manifest: Manifest, options: ConsolidateOptions
-) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, tuple[str, ...]]]:
-    for fqn, param in manifest.params.items():
-        dtype = param.torch_dtype
-        if options.dtype is not None and dtype.is_floating_point:
-            dtype = options.dtype
-        if param.trainable or not options.trainable_only:
-            yield fqn, param.shape, dtype, param.aliases
-    if not options.trainable_only:
-        for fqn, buffer in manifest.buffers.items():
-            yield fqn, buffer.shape, buffer.torch_dtype, buffer.aliases
-
-
-def _split(outputs: list[_Output], max_bytes: int) -> list[list[_Output]]:
-    """Fill one file after the other, in the model's order."""
-    shards: list[list[_Output]] = [[]]
-    filled_bytes = 0
-    for output in outputs:
-        if shards[-1] and filled_bytes + output.spec.num_bytes > max_bytes:
-            shards.append([])
-            filled_bytes = 0
-        shards[-1].append(output)
-        filled_bytes += output.spec.num_bytes
-    return shards
-
-
-# -- writing --
-
-
-def _write_weights(reader: CheckpointReader, selection: _Selection, folder: Path, max_bytes: int) -> None:
-    shards = _split(selection.outputs, max_bytes)
-    total_bytes = sum(output.spec.num_bytes for output in selection.outputs)
-    metadata = {"format": "pt"}  # transformers refuses a file that does not name its framework
-    if not reader.manifest.hf:
-        metadata |= selection.tied
-    weight_map: dict[str, str] = {}
-    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="consolidate", disable=None) as progress:
-        for index, shard in enumerate(shards, start=1):
-            name = "model.safetensors"
-            if len(shards) > 1:
-                name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-            source_of = {output.spec.key: output.source for output in shard}
-            with SafetensorsWriter(folder / name, [output.spec for output in shard], metadata) as writer:
-                for spec in writer.specs:
-                    weight_map[spec.key] = name
-                    for chunk in reader.chunks(source_of[spec.key]):
-                        writer.write(_converted(chunk, spec))
-                        progress.update(chunk.numel() * spec.dtype.itemsize)
-    if len(shards) > 1:
-        ordered = {output.spec.key: weight_map[output.spec.key] for output in selection.outputs}
-        index_json = {"metadata": {"total_size": total_bytes}, "weight_map": ordered}
-        _write_json(folder / "model.safetensors.index.json", index_json)
-
-
-def _converted(chunk: Tensor, spec: TensorSpec) -> Tensor:
-    converted = chunk.to(spec.dtype)
-    # Of the usual targets only float16 has a smaller range than what it is converted from.
-    if spec.dtype == torch.float16 and chunk.dtype != spec.dtype:
-        num_lost = int((converted.isinf() & ~chunk.isinf()).sum())
-        if num_lost:
-            raise CheckpointError(
-                what=f"{num_lost} elements of {spec.key!r} do not fit into float16.",
-                why=f"They would become infinite: one is {float(chunk.abs().max()):.6g}, the limit is 65504.",
-                fix="Write bfloat16 or float32: --dtype bf16.",
-            )
-    return converted
-
-
-def _write_side_files(manifest: Manifest, selection: _Selection, folder: Path, hf_files: Path | None) -> None:
-    configs: dict[str, dict[str, JsonValue] | None] = {"config.json": None, "generation_config.json": None}
-    if manifest.hf:
-        configs = {"config.json": manifest.hf.config, "generation_config.json": manifest.hf.generation_config}
-    if hf_files is not None:
-        copy_side_files(hf_files, folder)
-        for name, config in configs.items():
-            if config is None and (hf_files / name).is_file():
-                configs[name] = read_config(hf_files / name)
-    if configs["config.json"] is not None:
-        configs["config.json"] = config_with_dtype(configs["config.json"], _main_dtype(selection.outputs))
-    for name, config in configs.items():
-        if config is not None:
-            _write_json(folder / name, config)
-    marker = {"checkpoint_id": manifest.checkpoint_id, "saved": manifest.created, "tied": selection.tied}
-    _write_json(folder / MARKER_NAME, marker)
-
-
-def _main_dtype(outputs: list[_Output]) -> str:
-    """Name the floating-point dtype that most bytes are written in."""
-    num_bytes: dict[torch.dtype, int] = {}
-    for spec, _ in outputs:
-        if spec.dtype.is_floating_point:
-            num_bytes[spec.dtype] = num_bytes.get(spec.dtype, 0) + spec.num_bytes
-    return dtype_name(max(num_bytes, key=lambda dtype: num_bytes[dtype])) if num_bytes else "float32"
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(to_readable_json(value) + "\n", encoding="utf-8")
-
-
-# -- the target folder --
-
-
-def _check_target(target: Path, force: bool) -> None:
-    if target.exists() and not target.is_dir():
-        raise _not_written(target, "it is a file")
-    if (target / MANIFEST_NAME).exists():
-        raise _not_written(target, "it holds a checkpoint; pass another folder")
-    is_free = not target.exists() or not any(target.iterdir()) or (target / MARKER_NAME).is_file()
-    if not is_free and not force:
-        names = ", ".join(sorted(path.name for path in target.iterdir())[:5])
-        raise CheckpointError(
-            what=f"{target} is not empty and was not written by consolidate.",
-            why=f"Files in it might be lost: {names}.",
-            fix="Pass a new folder, or --force (force=True) to replace weights and files of equal names.",
+        manifest = reader.manifest
+        source = Source(
+            checkpoint_id=manifest.checkpoint_id,
+            written=manifest.created,
+            params=manifest.params,
+            buffers=manifest.buffers,
+            hf=manifest.hf,
+            chunks=lambda fqn: reader.chunks(model_tensor_name(fqn)),
         )
-
-
-def _make_staging(target: Path, num_bytes: int) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    free_bytes = shutil.disk_usage(target.parent).free
-    if free_bytes < num_bytes:
-        raise _not_written(target, f"it needs {num_bytes} bytes and the disk has {free_bytes}")
-    staging = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
-    staging.mkdir()
-    return staging
-
-
-def _move(staging: Path, target: Path) -> None:
-    """Put the finished folder in its place: by one rename where that is free, else file by file."""
-    with contextlib.suppress(OSError):  # not there yet, or empty
-        os.rename(staging, target)
-        sync_folder(target.parent)
-        return
-    written = sorted(staging.iterdir(), key=lambda path: path.name == MARKER_NAME)  # the marker last
-    for path in written:
-        destination = target / path.name
-        if path.is_dir() and destination.is_dir():
-            shutil.rmtree(destination)
-        os.replace(path, destination)
-    names = {path.name for path in written}
-    for path in target.iterdir():
-        if path.name not in names and _WEIGHT_FILE.fullmatch(path.name):
-            path.unlink()  # an earlier output had more files; beside the new ones they would be loaded too
-    sync_folder(target)
-
-
-# -- errors --
-
-
-def _not_written(target: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        what=f"The Hugging Face folder {target} could not be written.",
-        why=f"{why[0].upper()}{why[1:]}.",
-        fix="Choose a folder with enough space that you may write to.",
-    )
-
-
-def _bad_selection(why: str) -> CheckpointError:
-    return CheckpointError(
-        what="The checkpoint has nothing that could be written like this.",
-        why=f"{why[0].upper()}{why[1:]}.",
-        fix="Choose another --strip-prefix (strip_prefix), or leave --trainable-only out.",
-    )
+        return export(source, out, options)

@@ -255,6 +255,14 @@ def scatter_shards(
                     shard[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
 
 
+def whole_flat(bucket: Bucket) -> Tensor:
+    """Return the parameters of a bucket, whole. Collective where they are sharded.
+
+    Not the whole buffer of a sharded bucket, which may hold what a user has written for a look.
+    """
+    return bucket.gather_shards(bucket.param_shard) if bucket.policy.shard_params else bucket.flat
+
+
 # -- helpers --
 
 
@@ -266,11 +274,7 @@ def _gather_bucket(
 ) -> dict[int, Tensor]:
     """Gather one bucket and let go of it before the next; return copies by the ids of its parameters."""
     values = None if values_of is None else values_of(bucket)
-    if values is not None:
-        flat = bucket.gather_shards(values)
-    else:
-        # Not the whole buffer of a sharded bucket, which may hold what a user has written for a look.
-        flat = bucket.gather_shards(bucket.param_shard) if bucket.policy.shard_params else bucket.flat
+    flat = whole_flat(bucket) if values is None else bucket.gather_shards(values)
     pairs = zip(bucket.params, bucket.views(flat), strict=True)
     kept = dtype or bucket.flat.dtype  # values of a wider dtype are rounded as parameters are
     return {id(param): _to_host(view, kept) for param, view in pairs} if is_wanted else {}

@@ -73,12 +73,7 @@ def manifest_of(parts: Parts, checkpoint_id: str, tables: list[Any], extra: Any)
         stage=parts.stage,
         files={file_name: FileRecord(num_bytes=num_bytes) for file_name, num_bytes, _, _ in tables},
         params=param_records(parts),
-        buffers={
-            names[0]: BufferRecord(
-                shape=tuple(buffer.shape), dtype=dtype_name(buffer.dtype), aliases=tuple(names[1:])
-            )
-            for buffer, names in persistent_buffers(parts.model)
-        },
+        buffers=buffer_records(parts.model),
         tensors={
             name: TensorEntry(name=name, shape=shape, dtype=dtype, pieces=tuple(pieces.get(name, ())))
             for name, (shape, dtype) in kinds.items()
@@ -113,7 +108,14 @@ def persistent_buffers(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     return list(found.values())
 
 
-# -- helpers --
+def buffer_records(model: nn.Module) -> dict[str, BufferRecord]:
+    """Return the records of the model's persistent buffers."""
+    return {
+        names[0]: BufferRecord(
+            shape=tuple(buffer.shape), dtype=dtype_name(buffer.dtype), aliases=tuple(names[1:])
+        )
+        for buffer, names in persistent_buffers(model)
+    }
 
 
 def param_records(parts: Parts) -> dict[str, ParamRecord]:
@@ -131,6 +133,9 @@ def param_records(parts: Parts) -> dict[str, ParamRecord]:
         for bucket in parts.buckets
         for spec, param in zip(bucket.layout.params, bucket.params, strict=True)
     }
+
+
+# -- helpers --
 
 
 def _optimizer_record(

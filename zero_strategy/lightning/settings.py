@@ -15,9 +15,14 @@ from zero_strategy.config_source import BATCH_KEYS
 from zero_strategy.errors import ConfigError
 from zero_strategy.log import log_once
 
-# "auto" is legal for these because other front ends derive them from a transformers model's hidden size; a
-# Trainer and Fabric know none.
-SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+# "auto" is legal for these because other front ends derive them, sizes from a transformers model's hidden
+# size; a Trainer and Fabric know none.
+UNDERIVED = (
+    "reduce_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_gather_16bit_weights_on_model_save",
+)
 
 
 def load_config(stage: int | None, source: Any, keywords: Mapping[str, Any]) -> ZeroConfig:
@@ -63,7 +68,7 @@ def resolve_for_trainer(config: ZeroConfig, trainer: Any, precision: str, world_
             "gradient_clipping": float(trainer.gradient_clip_val or 0.0),
             "bf16.enabled": precision == "bf16-true",
             "fp16.enabled": precision == "16-true",
-            **_default_sizes(config),
+            **_defaults(config),
         },
     )
     _check_precision(resolved, precision)
@@ -90,7 +95,7 @@ def resolve_for_fabric(config: ZeroConfig, precision: str, world_size: int) -> Z
     auto = {
         "bf16.enabled": precision == "bf16-true",
         "fp16.enabled": precision == "16-true",
-        **_default_sizes(config),
+        **_defaults(config),
     }
     resolved = config.resolve(world_size, auto=auto)
     _check_precision(resolved, precision)
@@ -201,10 +206,10 @@ def _batch_size_of(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _default_sizes(config: ZeroConfig) -> dict[str, object]:
+def _defaults(config: ZeroConfig) -> dict[str, object]:
     """Return the defaults of what only other front ends derive, and say so where the config asks for it."""
-    defaults = {f"zero_optimization.{name}": getattr(config.zero_optimization, name) for name in SIZES}
+    defaults = {f"zero_optimization.{name}": getattr(config.zero_optimization, name) for name in UNDERIVED}
     for key, default in defaults.items():
         if key in config.auto_keys:
-            log_once(f'{key} is "auto": Lightning derives no number, so the default counts: {default}.')
+            log_once(f'{key} is "auto": Lightning derives no value, so the default counts: {default}.')
     return defaults
