@@ -1,4 +1,4 @@
-"""One bucket: a flat buffer of parameters, this rank's shard of it, and gradients on their way to the shard.
+"""One bucket: a flat buffer of parameters, this rank's shard of it, and their gradients (bucket_grads.py).
 
 All that a bucket stores and moves is one flat tensor; everything above this file sees slices of named
 parameters. The lifecycle decides when it is whole, the reducer when its gradients are reduced, the optimizer
@@ -8,17 +8,17 @@ parameters] in placeholder.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.bucket_grads import BucketGrads
 from zero_strategy.bucketing import BucketPlan
 from zero_strategy.buffers import empty_flat, free_storage, restore_storage, views_of
 from zero_strategy.comm.collectives import Collectives, Handle
 from zero_strategy.comm.ledger import MemoryUse
 from zero_strategy.compat import get_versions, set_versions
-from zero_strategy.errors import ShardingError
 from zero_strategy.gradient_wire import GradWire
 from zero_strategy.layout import BucketLayout, ShardSlice
 from zero_strategy.log import span
@@ -68,10 +68,12 @@ class ParamState:
             param.__class__ = kind
         set_versions(self.params, [FREED_VERSION] * len(self.params))
 
-    def is_bound(self, index: int) -> bool:
-        """Tell whether a whole parameter still has the memory that `show` gave it."""
-        param, view = self.params[index], self._views[index]
-        return param.dtype == view.dtype and (not view.numel() or param.data_ptr() == view.data_ptr())
+    def find_unbound(self) -> int | None:
+        """Return the first whole parameter that no longer has the memory that `show` gave it, or None."""
+        for index, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
+            if (param.data_ptr() != view.data_ptr() and view.numel()) or param.dtype is not view.dtype:
+                return index
+        return None
 
     def note_write(self, is_whole: bool) -> None:
         """Tell autograd that the values have changed, as an in-place update by a plain optimizer would."""
@@ -91,10 +93,7 @@ class Bucket:
         param_shard: [owned_numel] param_dtype; this rank's own part, a range of `flat` unless parameters are
             sharded.
         slices: What of each parameter lies in `param_shard`. All of it, where the optimizer state is whole.
-        full_grad: [padded_numel] param_dtype (grad_dtype while it accumulates) or None; gradients of this
-            rank, until they are reduced.
-        grad_shard: [owned_numel] grad_dtype or None; mean over ranks, sum of this step's micro-batches.
-        has_grad: Which parameters have a gradient on some rank since `clear_grads()`.
+        grads: The gradients.
     """
 
     def __init__(
@@ -125,7 +124,6 @@ class Bucket:
         self._collectives = collectives
         shapes = [(fqn, tuple(param.shape)) for fqn, param in zip(plan.fqns, plan.params, strict=True)]
         self.layout = BucketLayout.build(shapes, collectives.world_size, plan.dtype.itemsize)
-        self._wire = wire
         self.flat = empty_flat(self.layout.padded_numel, plan.dtype, device)
         self.state = ParamState(plan.params, views_of(self.flat, self.layout), names)
         own_shards = (collectives.rank, 1) if plan.policy.shard_optim else (0, self.layout.num_shards)
@@ -136,21 +134,15 @@ class Bucket:
         # Invariant: parameters get memory one bucket at a time, until `adopt`, as the user's is let go of.
         free_storage(self.flat)
         self._arriving: Tensor | None = None  # [padded_numel]; what parameters move to, until `adopt` ends
-        self.full_grad: Tensor | None = None
-        self.grad_shard: Tensor | None = None
-        self._reducing: tuple[Tensor, ...] = ()  # gradients and mean of a reduction under way
-        self.has_grad = [False] * len(plan.params)
-        self.stashed = [False] * len(plan.params)
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """The dtype of `grad_shard`."""
-        return self._wire.accum_dtype or self.flat.dtype
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """The dtype in which gradients travel, unless they have accumulated in another."""
-        return self._wire.wire_dtype or self.flat.dtype
+        self.grads = BucketGrads(
+            plan.name,
+            self.layout,
+            plan.policy,
+            collectives,
+            param_dtype=plan.dtype,
+            device=device,
+            wire=wire,
+        )
 
     @property
     def params(self) -> Sequence[nn.Parameter]:
@@ -268,96 +260,6 @@ class Bucket:
             self.param_shard.copy_(self._own_range(self.flat))
         self.state.note_write(is_whole=True)
 
-    # -- gradients --
-
-    def stash(self, index: int, grad: Tensor, *, accumulates: bool = False) -> None:
-        """Add a parameter's gradient to the flat gradient buffer.
-
-        Args:
-            index: Which parameter of the bucket.
-            grad: Its gradient, of the parameter's shape; free to be dropped afterwards.
-            accumulates: Whether more backwards will add to it before it is reduced: then it is kept, and
-                travels, in `grad_dtype`.
-
-        Raises:
-            ShardingError: The gradient is sparse.
-        """
-        if grad.is_sparse:
-            raise ShardingError(
-                what=f"Parameter {self.layout.params[index].fqn!r} got a sparse gradient.",
-                why="A sparse gradient cannot be reduced into a flat buffer.",
-                fix="Use a dense operation (nn.Embedding(sparse=False)).",
-            )
-        target = self._grad_range(self._writable_full_grad(accumulates), index)
-        values = grad.detach().reshape(-1)
-        if self.stashed[index]:
-            target.add_(values)
-        else:
-            target.copy_(values)
-            self.stashed[index] = True
-
-    def start_reduce(self) -> Handle:
-        """Start averaging the stashed gradients over all ranks; parameters without one here contribute zeros.
-
-        Shapes:
-            full_grad [padded_numel], travelling as `GradWire` says -> mean of this rank's range [shard_numel]
-            (whole at stage 0)
-        Source: ZeRO, arXiv:1910.02054, section 5.2 (gradient partitioning).
-        """
-        with span("ZeRO::reduce", self.name):
-            full = self._writable_full_grad()
-            self.full_grad = None  # a gradient that comes in late must not land in a buffer under way
-            for start, numel in self.layout.gaps():
-                full[start : start + numel].zero_()
-            for index, stashed in enumerate(self.stashed):
-                if not stashed:
-                    self._grad_range(full, index).zero_()
-            self.stashed = [False] * len(self.stashed)
-            mean = self._mean_target(full)
-            shard = mean if self.policy.shard_optim else self._rank_range(mean)
-            packed = self._wire.pack(full)
-            self._reducing = (packed, mean)
-            divisor = self._wire.divide_after
-            handle = self._collectives.reduce_scatter_mean(packed, shard, self.name, divisor=divisor)
-            return Handle([], lambda: self._accept(handle, mean))
-
-    def clear_grads(self, indices: set[int] | None = None) -> None:
-        """Forget gradients: reduced, and stashed under `no_sync`.
-
-        Args:
-            indices: Which parameters of the bucket; None for all.
-        """
-        if indices is None or len(indices) == len(self.params):
-            self.full_grad = self.grad_shard = None
-            indices = set(range(len(self.params)))
-        for index in indices:
-            self.has_grad[index] = self.stashed[index] = False
-        for piece in self.slices:
-            if self.grad_shard is not None and piece.param_index in indices:
-                self.grad_shard[piece.shard_start : piece.shard_start + piece.numel].zero_()
-
-    def multiply_grads(self, factor: float) -> None:
-        """Multiply what gradients there are, reduced and stashed: the loss scale has changed under them."""
-        for grads in (self.full_grad, self.grad_shard):
-            if grads is not None:
-                grads.mul_(factor)
-
-    def grad_slice(self, piece: ShardSlice) -> Tensor | None:
-        """Return a slice's reduced gradient, [slice.numel] grad_dtype; None if no rank used the parameter."""
-        if self.grad_shard is None or not self.has_grad[piece.param_index]:
-            return None
-        return self.grad_shard[piece.shard_start : piece.shard_start + piece.numel]
-
-    def own_grads(self, indices: set[int]) -> Iterator[Tensor]:
-        """Yield the reduced gradients of some parameters within this rank's range; ranks never overlap."""
-        if self.grad_shard is None:
-            return
-        first = 0 if self.policy.shard_optim else self._collectives.rank * self.layout.shard_numel
-        for piece in self.layout.slices(self._collectives.rank):
-            if piece.param_index in indices and self.has_grad[piece.param_index]:
-                start = first + piece.shard_start
-                yield self.grad_shard[start : start + piece.numel]
-
     # -- queries --
 
     def gather_shards(self, shard: Tensor) -> Tensor:
@@ -373,9 +275,10 @@ class Bucket:
         self._collectives.all_gather(whole, self.name).wait()
         return whole
 
-    def is_bound(self, index: int) -> bool:
-        """Tell whether a parameter is where the bucket has put it; a sharded one cannot be elsewhere."""
-        return not self.is_whole or self.state.is_bound(index)
+    def find_unbound(self) -> str | None:
+        """Return the name of a parameter that is not where the bucket has put it; None if all are there."""
+        index = self.state.find_unbound() if self.is_whole else None  # a placeholder cannot be elsewhere
+        return None if index is None else self.layout.params[index].fqn
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return each parameter's values in a whole flat buffer of this layout."""
@@ -393,18 +296,11 @@ class Bucket:
         use = MemoryUse(params=_nbytes(kept))
         if self.policy.shard_params:
             use.unsharded = whole_bytes
-        held = (self.full_grad, self.grad_shard, *self._reducing)
-        grads = {grad.untyped_storage().data_ptr(): grad for grad in held if grad is not None}
-        use.grads = sum(grad.untyped_storage().nbytes() for grad in grads.values())
         held_numel = self.owned_numel if self.policy.shard_params else self.layout.padded_numel
         used = self.slices if self.policy.shard_params else self.layout.slices(0, self.layout.num_shards)
         padding_numel = held_numel - sum(piece.numel for piece in used)
         use.padding = padding_numel * self.flat.element_size()
-        for grad in grads.values():
-            numel = grad.untyped_storage().nbytes() // grad.element_size()
-            is_shard = numel == self.owned_numel and self.policy.shard_optim
-            pieces = self.slices if is_shard else self.layout.slices(0, self.layout.num_shards)
-            use.padding += (numel - sum(piece.numel for piece in pieces)) * grad.element_size()
+        use.add(self.grads.memory())
         return use
 
     # -- helpers --
@@ -432,41 +328,6 @@ class Bucket:
     def _own_range(self, flat: Tensor) -> Tensor:
         start = self._collectives.rank * self.layout.shard_numel if self.policy.shard_optim else 0
         return flat[start : start + self.owned_numel]
-
-    def _rank_range(self, flat: Tensor) -> Tensor:
-        start = self._collectives.rank * self.layout.shard_numel
-        return flat[start : start + self.layout.shard_numel]
-
-    def _grad_range(self, full: Tensor, index: int) -> Tensor:
-        param = self.layout.params[index]
-        return full[param.start : param.start + param.numel]
-
-    def _writable_full_grad(self, accumulates: bool = False) -> Tensor:
-        """Return the buffer to stash into, allocated if there is none."""
-        if self.full_grad is None:
-            shard = self.grad_shard
-            if shard is not None and shard.untyped_storage().nbytes() > _nbytes(shard):
-                # A second reduction before the step: the mean of the first moves out of its whole buffer.
-                self.grad_shard = shard.clone()
-            dtype = self.grad_dtype if accumulates else self.flat.dtype
-            self.full_grad = empty_flat(self.layout.padded_numel, dtype, self.flat.device)
-        return self.full_grad
-
-    def _mean_target(self, full: Tensor) -> Tensor:
-        """Return where the mean goes: in place where whole gradients are kept, else a new tensor."""
-        if not self.policy.shard_grads and self.grad_dtype == full.dtype:
-            return self._own_range(full)
-        return empty_flat(self.owned_numel, self.grad_dtype, full.device)
-
-    def _accept(self, handle: Handle, mean: Tensor) -> None:
-        handle.wait()
-        self._reducing = ()
-        if not self.policy.shard_optim:
-            self._collectives.all_gather(mean, self.name).wait()
-        if self.grad_shard is None:
-            self.grad_shard = mean
-        else:
-            self.grad_shard.add_(mean)
 
     def _free(self) -> None:
         self.state.free()

@@ -6,6 +6,8 @@ Invariant: buffers are made with inference mode off. A parameter pointed at a te
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -39,3 +41,43 @@ def free_storage(flat: Tensor) -> None:
 def restore_storage(flat: Tensor) -> None:
     """Allocate the memory of a freed tensor again, uninitialised."""
     flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+
+
+class Cuts:
+    """Cuts a flat buffer at the same places again and again, each time by one call of torch."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]], numel: int) -> None:
+        """Note where to cut.
+
+        Args:
+            ranges: First element and number of elements of each part, in order; they do not overlap.
+            numel: Elements of the buffers to be cut.
+        """
+        self._sizes: list[int] = []
+        self._inside: list[int] = []
+        self._between: list[int] = []
+        end = 0
+        for start, size in ranges:
+            self._skip(start - end)
+            self._inside.append(len(self._sizes))
+            self._sizes.append(size)
+            end = start + size
+        self._skip(numel - end)
+
+    def __call__(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parts, and what lies between them.
+
+        Shapes:
+            flat [numel] -> one view of [size] per range; one view per gap
+        """
+        parts = flat.split_with_sizes(self._sizes)
+        return [parts[at] for at in self._inside], [parts[at] for at in self._between]
+
+    def inside(self, flat: Tensor) -> list[Tensor]:
+        """Return the parts alone."""
+        return self(flat)[0]
+
+    def _skip(self, size: int) -> None:
+        if size:
+            self._between.append(len(self._sizes))
+            self._sizes.append(size)

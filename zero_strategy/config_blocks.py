@@ -189,4 +189,4 @@ class DataTypes(Block):
     """The block `data_types`."""
 
     grad_accum_dtype: GradAccumDtype = "parameters"
-    """Dtype of `grad_shard`: the parameters' own (left out or null), or fp32."""
+    """Dtype of reduced gradients: the parameters' own (left out or null), or fp32."""

@@ -240,7 +240,7 @@ class ZeroEngine(EngineState):
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for bucket in self.buckets:
-            bucket.clear_grads()
+            bucket.grads.clear()
         for param in self.model.parameters():
             if param.grad is not None:
                 param.grad = None
@@ -273,7 +273,7 @@ class ZeroEngine(EngineState):
 
     def _multiply_grads(self, factor: float) -> None:
         for bucket in self.buckets:
-            bucket.multiply_grads(factor)
+            bucket.grads.multiply(factor)
 
     # -- queries --
 

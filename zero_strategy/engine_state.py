@@ -83,9 +83,9 @@ class EngineState:
             raise not_a_parameter(param)
         bucket, index = self._places[param]
         self._begin_call("full_grad")
-        if bucket.grad_shard is None or not bucket.has_grad[index]:
+        if bucket.grads.shard is None or not bucket.grads.has_grad[index]:
             return None
-        grad = bucket.views(bucket.gather_shards(bucket.grad_shard))[index].clone()
+        grad = bucket.views(bucket.gather_shards(bucket.grads.shard))[index].clone()
         if not self.loss_scaler.is_active:
             return grad
         owner = next((o for o in self.optimizers if any(param is held for held in o.params())), None)

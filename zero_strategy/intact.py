@@ -1,12 +1,13 @@
 """Finds what has been done to a sharded model behind the engine's back.
 
 Parameters live in flat buffers: one that is bound to other memory, added or replaced afterwards would quietly
-stop being trained and saved. Called by the engine before every step and every save; it changes nothing.
+stop being trained and saved. Called by the engine before every step and every save; it changes nothing. Since
+every step looks at every parameter, a look is a few C calls; names are found when something is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -21,26 +22,46 @@ def check_intact(model: nn.Module, places: Mapping[nn.Parameter, Place]) -> Shar
         model: The whole model.
         places: Where each parameter lay when it was sharded.
     """
-    by_id = {id(param): place for param, place in places.items()}
-    for fqn, param in model.named_parameters():
-        place = by_id.pop(id(param), None)
-        if place is None:
-            return _changed(f"Parameter {fqn!r} was not there when the model was sharded.")
-        if not place.bucket.is_bound(place.param_index):
-            return _changed(
-                f"Parameter {fqn!r} was bound to other memory after the model was sharded (by "
-                f"model.to(dtype) or `param.data = ...`)."
-            )
+    known = dict(zip(map(id, places), places.values(), strict=True))
+    missing = dict(known)
+    for param in _params(model):
+        if missing.pop(id(param), None) is None and id(param) not in known:
+            return _changed(f"Parameter {_fqn(model, param)!r} was not there when the model was sharded.")
         if param.grad is not None:
             return ShardingError(
-                what=f"Parameter {fqn!r} has a `.grad` that the engine has not seen.",
+                what=f"Parameter {_fqn(model, param)!r} has a `.grad` that the engine has not seen.",
                 why="Gradients are reduced into flat buffers as a backward delivers them; what is put into "
                 "`.grad` by hand is neither reduced nor used by the step.",
                 fix="Set it to None, and let the gradient come from a backward.",
             )
-    for place in by_id.values():
+    for place in missing.values():
         return _changed(f"Parameter {place.fqn!r} is no longer part of the model.")
+    for bucket in dict.fromkeys(place.bucket for place in known.values()):
+        unbound = bucket.find_unbound()
+        if unbound is not None:
+            return _changed(
+                f"Parameter {unbound!r} was bound to other memory after the model was sharded (by "
+                f"model.to(dtype) or `param.data = ...`)."
+            )
     return None
+
+
+def _params(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield every parameter, a shared one more than once."""
+    stack, seen = [model], {id(model)}
+    while stack:
+        module = stack.pop()
+        for param in module._parameters.values():
+            if param is not None:
+                yield param
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                stack.append(child)
+
+
+def _fqn(model: nn.Module, wanted: nn.Parameter) -> str:
+    return next(fqn for fqn, param in model.named_parameters() if param is wanted)
 
 
 def _changed(what: str) -> ShardingError:

@@ -55,10 +55,15 @@ class MasterShard:
         self._slices_of: dict[int, list[tuple[ShardSlice, Tensor]]] = {}
         for piece, weight in zip(bucket.slices, self.slices, strict=True):
             self._slices_of.setdefault(piece.param_index, []).append((piece, weight))
+        self._weights_of = {index: [w for _, w in slices] for index, slices in self._slices_of.items()}
 
     def slices_of(self, index: int) -> list[tuple[ShardSlice, Tensor]]:
         """Return the slices of one of the bucket's parameters, each with its master weights."""
         return self._slices_of.get(index, [])
+
+    def weights_of(self, index: int) -> list[Tensor]:
+        """Return the master weights of one of the bucket's parameters, slice by slice."""
+        return self._weights_of.get(index, [])
 
     def round_into_shard(self) -> None:
         """Write the masters, rounded to the nearest, into the parameter shard."""

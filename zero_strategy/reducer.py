@@ -47,6 +47,7 @@ class _Progress:
     """How far the reductions of one backward have come; lists have an entry per bucket."""
 
     fired: list[list[int]]  # for each parameter, how often its gradient has come in
+    num_missing: list[int]  # parameters whose gradient has not come in as often as expected
     was_stashed: list[list[bool]]  # for each parameter, whether the reduction took a gradient of it
     is_reduced: list[bool]
     is_late: list[bool]  # a gradient came in after the reduction
@@ -58,6 +59,7 @@ class _Progress:
         """Return the state before a backward."""
         return cls(
             fired=[[0] * len(bucket.params) for bucket in buckets],
+            num_missing=[len(bucket.params) for bucket in buckets],
             was_stashed=[[] for _ in buckets],
             is_reduced=[False] * len(buckets),
             is_late=[False] * len(buckets),
@@ -172,19 +174,23 @@ class GradReducer:
 
     def _on_grad(self, position: int, index: int, param: nn.Parameter) -> None:
         self._backward.begin()
-        bucket = self._buckets[position]
-        assert param.grad is not None, bucket.layout.params[index].fqn
-        bucket.stash(index, param.grad, accumulates=not self.reduces_now())
+        reduces_now = self.reduces_now()
+        grad = param.grad
+        assert grad is not None, self._buckets[position].layout.params[index].fqn
+        self._buckets[position].grads.stash(index, grad, accumulates=not reduces_now)
         param.grad = None
-        self._progress.fired[position][index] += 1
-        if not self.reduces_now():
+        progress = self._progress
+        progress.fired[position][index] += 1
+        if progress.fired[position][index] == self._expected[position][index]:
+            progress.num_missing[position] -= 1
+        if not reduces_now:
             return
-        if self._progress.is_reduced[position]:
+        if progress.is_reduced[position]:
             # Re-entrant checkpointing delivers a shared parameter's gradient in parts: next time the
             # bucket waits for all of them.
-            self._progress.is_late[position] = True
-        elif not self._follows_gathers and position not in self._progress.ready and self._is_ready(position):
-            self._progress.ready.append(position)
+            progress.is_late[position] = True
+        elif not (self._follows_gathers or progress.num_missing[position] or position in progress.ready):
+            progress.ready.append(position)
             self._reduce_in_order()
 
     def on_passed(self, bucket: Bucket) -> None:
@@ -192,10 +198,6 @@ class GradReducer:
         position = self._position_of.get(bucket)
         if position is not None and self.reduces_now() and not self._progress.is_reduced[position]:
             self._reduce(position)
-
-    def _is_ready(self, position: int) -> bool:
-        fired, expected = self._progress.fired[position], self._expected[position]
-        return all(count >= wanted for count, wanted in zip(fired, expected, strict=True))
 
     def _reduce_in_order(self) -> None:
         """Reduce every bucket whose turn it is."""
@@ -211,9 +213,9 @@ class GradReducer:
         self._wait()
         bucket = self._buckets[position]
         # Gradients of earlier backwards under `no_sync` count as used too.
-        self._progress.was_stashed[position] = list(bucket.stashed)
+        self._progress.was_stashed[position] = list(bucket.grads.stashed)
         self._progress.is_reduced[position] = True
-        self._last_handle = bucket.start_reduce()
+        self._last_handle = bucket.grads.start_reduce()
         if not self._overlap:
             self._wait()
 
@@ -236,7 +238,7 @@ class GradReducer:
             self._wait()
             self._tell_unused(used)
             for bucket, bucket_used in zip(self._buckets, used, strict=True):
-                bucket.has_grad = [a or b for a, b in zip(bucket.has_grad, bucket_used, strict=True)]
+                bucket.grads.note_used(bucket_used)
             self._expected = [[max(1, count) for count in fired] for fired in self._progress.fired]
         self._forget_backward()
 
@@ -284,10 +286,10 @@ class GradReducer:
 
     def _on_backward_abort(self) -> None:
         self._wait()
-        if any(any(bucket.stashed) or any(bucket.has_grad) for bucket in self._buckets):
+        if any(bucket.grads.has_any() for bucket in self._buckets):
             log_event("A backward has ended by an exception: all gradients accumulated so far are dropped.")
         for bucket in self._buckets:
-            bucket.clear_grads()
+            bucket.grads.clear()
         self.took_unscaled = False
         self._forget_backward()
 

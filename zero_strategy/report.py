@@ -83,8 +83,8 @@ class _Facts:
         self.param_bytes = _common(bucket.flat.element_size() for bucket in buckets)
         has_copies = any(has_masters(bucket.flat.dtype, config) for bucket in trainable)
         self.master_bytes = FP32_MASTER_BYTES if has_copies and self.param_bytes else 0
-        self.grad_bytes = _common(bucket.grad_dtype.itemsize for bucket in trainable)
-        self.wire_bytes = _common(bucket.wire_dtype.itemsize for bucket in trainable)
+        self.grad_bytes = _common(bucket.grads.dtype.itemsize for bucket in trainable)
+        self.wire_bytes = _common(bucket.grads.wire_dtype.itemsize for bucket in trainable)
         self.state_bytes = _common(_state_bytes(optimizer) for optimizer in optimizers)
         self.num_kept_whole = sum(b.layout.numel for b in buckets if _stage_of(b) < self.stage)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zero_strategy as zs
 from tests.harness import distributed, rank, subtest, world_size
 from tests.reference import Naive, Recipe, Zero, assert_same_bits, train_with
-from zero_strategy.bucket import Bucket
+from zero_strategy.bucket_grads import BucketGrads
 from zero_strategy.comm.collectives import Collectives, Handle
 
 WIDTH = 32
@@ -243,7 +243,8 @@ def test_overlap_comm_false_waits_for_each_reduction_before_the_backward_goes_on
 
 def note_reduction(bucket: Any, name: str, events: list[str]) -> None:
     """Note when gradients come in and when a reduction starts and ends."""
-    stash, start_reduce, accept = bucket.stash, bucket.start_reduce, bucket._accept
+    grads = bucket.grads
+    stash, start_reduce, accept = grads.stash, grads.start_reduce, grads._accept
 
     def noted(event: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -252,9 +253,9 @@ def note_reduction(bucket: Any, name: str, events: list[str]) -> None:
 
         return call
 
-    bucket.stash = noted("stash", stash)
-    bucket.start_reduce = noted("start", start_reduce)
-    bucket._accept = noted("end", accept)
+    grads.stash = noted("stash", stash)
+    grads.start_reduce = noted("start", start_reduce)
+    grads._accept = noted("end", accept)
 
 
 # -- allgather_bucket_size --
@@ -387,10 +388,10 @@ def test_gradients_are_contiguous_whatever_contiguous_gradients_says() -> None:
             with zero.no_sync():
                 zero.backward(loss_of(zero.model, 0))
             (bucket,) = zero.engine.buckets
-            assert bucket.full_grad is not None and bucket.full_grad.is_contiguous()
+            assert bucket.grads.full is not None and bucket.grads.full.is_contiguous()
             plain: Any = recipe().model()
             loss_of(plain, 0).backward()
-            for param, place in zip(plain.parameters(), bucket.views(bucket.full_grad), strict=True):
+            for param, place in zip(plain.parameters(), bucket.views(bucket.grads.full), strict=True):
                 assert torch.equal(param.grad, place)
             assert all(param.grad is None for param in zero.model.parameters())
             zero.close()
@@ -446,5 +447,5 @@ def test_gradient_clipping_bounds_the_global_norm_in_step_if_nobody_has_clipped(
 
 
 def test_events_are_noted_on_buckets_as_they_are() -> None:
-    """The names that `note_reduction` replaces are methods of a bucket."""
-    assert all(callable(getattr(Bucket, name)) for name in ("stash", "start_reduce", "_accept"))
+    """The names that `note_reduction` replaces are methods of a bucket's gradients."""
+    assert all(callable(getattr(BucketGrads, name)) for name in ("stash", "start_reduce", "_accept"))

@@ -80,8 +80,7 @@ def floor_error(
 def _look(owned: Iterable[tuple[Bucket, set[int]]], loss: Tensor | None) -> Finding:
     said = "unknown" if loss is None else f"{float(loss):g}"
     for bucket, wanted in owned:
-        for piece in bucket.slices:
-            grad = bucket.grad_slice(piece)
+        for piece, grad in zip(bucket.slices, bucket.grads.by_slice(), strict=True):
             if piece.param_index in wanted and grad is not None and not all_finite([grad]):
                 kind = "nan" if bool(grad.isnan().any()) else "inf"
                 fqn = bucket.layout.params[piece.param_index].fqn

@@ -10,7 +10,7 @@ Invariant: no method but `step` assigns to `self`. Lightning's wrapper runs them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from zero_strategy.optim.elementwise import counts_steps_per_tensor
 from zero_strategy.optim.places import Place, SliceState
 from zero_strategy.optim.publish import Publisher
 from zero_strategy.optim.step_gradients import StepGradients
-from zero_strategy.precision import Masters
+from zero_strategy.precision import Masters, MasterShard
 
 
 @dataclass
@@ -151,13 +151,17 @@ class ShardedOptimizer(Optimizer):
     def _update(self, buckets: Sequence[Bucket]) -> None:
         """Step the user's optimizer over the slices of a few buckets."""
         run = self._run
-        stepped = []
+        masters = {bucket: run.masters.of(bucket) for bucket in buckets}
+        stepped: list[Tensor] = []
         users_params = [group["params"] for group in self.param_groups]
         try:
             for group, params in zip(self.param_groups, users_params, strict=True):
-                inside = [param for param in params if run.places[param].bucket in buckets]
-                group["params"] = [weight for param in inside for weight in self._give_grads(param)]
+                places = [place for param in params if (place := run.places[param]).bucket in masters]
+                group["params"] = [
+                    w for place in places for w in masters[place.bucket].weights_of(place.param_index)
+                ]
                 stepped += group["params"]
+            self._give_grads(masters, stepped)
             run.is_stepping = True
             self._inner.step()
         finally:
@@ -166,8 +170,8 @@ class ShardedOptimizer(Optimizer):
                 group["params"] = params
             for weight in stepped:
                 weight.grad = None
-        for bucket in buckets:
-            run.masters.of(bucket).round_into_shard()
+        for shard in masters.values():
+            shard.round_into_shard()
 
     def _refuse_raw_step(self, *args: Any) -> None:
         if not self._run.is_stepping:
@@ -178,13 +182,18 @@ class ShardedOptimizer(Optimizer):
                 "engine.shard_optimizer(optimizer).",
             )
 
-    def _give_grads(self, param: nn.Parameter) -> Iterator[Tensor]:
-        """Yield this rank's slices of a parameter, each with its reduced gradient as its `.grad`."""
-        bucket, factor = self._run.places[param].bucket, self._run.grads.factor
-        for piece, weight in self.slices_of(param):
-            grad = bucket.grad_slice(piece)
-            weight.grad = None if grad is None else _times(grad, factor, weight.dtype).view_as(weight)
-            yield weight
+    def _give_grads(self, masters: Mapping[Bucket, MasterShard], stepped: Sequence[Tensor]) -> None:
+        """Give the slices that are stepped their reduced gradients, each as its `.grad`."""
+        factor = self._run.grads.factor
+        grads = {
+            weight: grad
+            for bucket, shard in masters.items()
+            for weight, grad in zip(map(id, shard.slices), bucket.grads.by_slice(), strict=True)
+        }
+        for weight in stepped:
+            grad = grads[id(weight)]
+            if grad is not None:
+                weight.grad = _times(grad, factor, weight)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -239,7 +248,7 @@ class ShardedOptimizer(Optimizer):
             set_to_none: Accepted for torch's sake; there is no tensor here that a caller could hold on to.
         """
         for bucket, wanted in self._params_of():
-            bucket.clear_grads(wanted)
+            bucket.grads.clear(wanted)
         self._run.grads.forget()
 
     # -- state --
@@ -411,9 +420,13 @@ class ShardedOptimizer(Optimizer):
         yield chunk
 
 
-def _times(grad: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """Return a gradient in a wider dtype, multiplied there; the gradient itself if there is nothing to do."""
-    return grad.to(dtype) if factor == 1.0 else grad.to(dtype, copy=True).mul_(factor)
+def _times(grad: Tensor, factor: float, weight: Tensor) -> Tensor:
+    """Return a gradient as a weight's, in its dtype and shape; itself if there is nothing to do."""
+    if factor != 1.0:
+        grad = grad.to(weight.dtype, copy=True).mul_(factor)
+    elif grad.dtype != weight.dtype:
+        grad = grad.to(weight.dtype)
+    return grad if weight.dim() else grad.view(())
 
 
 def check_params(

@@ -143,12 +143,11 @@ class StepGradients:
     def _own(self) -> Iterator[Tensor]:
         """Yield the gradients in this rank's range: every element on one rank only."""
         for bucket, wanted in self._owned():
-            yield from bucket.own_grads(wanted)
+            yield from bucket.grads.own(wanted)
 
     def _all(self) -> Iterator[Tensor]:
         """Yield all gradients that this rank updates weights with."""
         for bucket, wanted in self._owned():
-            for piece in bucket.slices:
-                grad = bucket.grad_slice(piece) if piece.param_index in wanted else None
-                if grad is not None:
+            for piece, grad in zip(bucket.slices, bucket.grads.by_slice(), strict=True):
+                if grad is not None and piece.param_index in wanted:
                     yield grad
