@@ -345,6 +345,16 @@ def _contradictions(config: ZeroConfig, settings: Settings) -> list[Fault]:
                 "Set both to true (8 bytes less a parameter, with Adam), or both to false.",
             )
         )
+    if not fp16.loss_scale and not fp16.min_loss_scale:
+        faults.append(
+            Fault(
+                f"fp16.min_loss_scale = 0 (from {settings['fp16.min_loss_scale'].origin}) leaves the dynamic "
+                f"loss scale without an end.",
+                "Gradients that are NaN would halve it for ever, and every step would be skipped.",
+                "Set it above 0, such as 1, its default; or fix the scale by fp16.loss_scale.",
+                "fp16.min_loss_scale",
+            )
+        )
     first = 2.0**fp16.initial_scale_power
     if not fp16.loss_scale and first < fp16.min_loss_scale:
         faults.append(

@@ -181,8 +181,8 @@ class Fp16(Block):
     """Overflows until the dynamic scale is halved; it is halved by each one from then on."""
     consecutive_hysteresis: StrictBool = False
     """Any good step restores the hysteresis; else only a doubling does."""
-    min_loss_scale: Positive = 1.0
-    """The dynamic scale does not go below; an overflow there is an error."""
+    min_loss_scale: Norm = 1.0
+    """The dynamic scale does not go below; an overflow there is an error. 0 only where the scale is fixed."""
 
 
 class DataTypes(Block):

@@ -7,6 +7,7 @@ the test that holds the page against the table. Must not know engines or models.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -83,7 +84,16 @@ def render(explanation: Explanation) -> str:
         lines += [f"{verdict:<10}{key} = {json.dumps(value)}", f"{'':<10}{text}"]
     for fault in explanation.problems:
         lines += [f"{'fault':<10}{fault.what}", f"{'':<10}{fault.why} {fault.fix}"]
-    return "\n".join(lines)
+    return "\n".join([*lines, _summary(explanation)])
+
+
+def _summary(explanation: Explanation) -> str:
+    """Say in one line how many keys there are of each verdict, and whether the file loads."""
+    counts = Counter(line.verdict for line in explanation.lines)
+    counts["fault"] += len(explanation.problems)
+    found = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    ending = "The file loads." if explanation.loads else "The file does not load."
+    return f"{len(explanation.lines)} keys: {found}. {ending}" if found else f"No keys. {ending}"
 
 
 def config_page() -> str:

@@ -86,6 +86,7 @@ _FOREIGN_BLOCKS = (
         "expert_parallel",
         "graph_harvesting",
         "hybrid_engine",
+        "datastates_ckpt",
         "nebula",
         "pipeline",
         "progressive_layer_drop",

@@ -87,7 +87,21 @@ def read_file(path: str | os.PathLike[str]) -> Settings:
     text = "\n".join("" if line.lstrip().startswith(("//", "#")) else line for line in lines)
     try:
         content = json.loads(text, object_pairs_hook=_reject_duplicate_keys)
-    except json.JSONDecodeError as error:
+    except _DuplicateKeyError as error:
+        numbers = [str(number) for number, line in enumerate(lines, 1) if json.dumps(error.key) in line]
+        raise ConfigError(
+            what=f"In the config file {name!r} the key {error.key!r} stands twice in one block: "
+            f"{error.values[0]!r} and {error.values[1]!r} (it is in lines {', '.join(numbers)}).",
+            why="JSON keeps only the last of them, in silence.",
+            fix="Remove one.",
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of too many digits, blocks nested too deeply
+        if not isinstance(error, json.JSONDecodeError):
+            raise ConfigError(
+                what=f"The config file {name!r} is not valid: {error}.",
+                why="The file has the ds_config.json format: one JSON object, with a few blocks in it.",
+                fix="Write the file anew.",
+            ) from error
         raise ConfigError(
             what=f"The config file {name!r} is not valid JSON: {error.msg} in line {error.lineno}.",
             why="The file is one JSON object; whole lines beginning with // are comments.",
@@ -123,7 +137,8 @@ def flatten(block: Mapping[str, object], origin: str, prefix: str = "") -> Setti
     for name, value in block.items():
         if not isinstance(name, str):
             raise ConfigError(
-                what=f"The config key {name!r} under {prefix or 'the top level'} is a {type(name).__name__}.",
+                what=f"The config key {name!r} (from {origin}) under {prefix or 'the top level'} is a "
+                f"{type(name).__name__}.",
                 why="Keys are names of the ds_config.json schema.",
                 fix="Write the key as a string.",
             )
@@ -170,7 +185,8 @@ def add_settings(settings: Settings, found: Settings) -> None:
     """
     for dotted in found.keys() & settings.keys():
         raise ConfigError(
-            what=f"{dotted} is given twice: {settings[dotted].value!r} and {found[dotted].value!r}.",
+            what=f"{dotted} is given twice (from {found[dotted].origin}): {settings[dotted].value!r} and "
+            f"{found[dotted].value!r}.",
             why="Only one of them could have an effect.",
             fix="Remove one.",
         )
@@ -225,7 +241,9 @@ def check_keys(settings: Settings, fields: frozenset[str]) -> CheckedSettings:
             faults[dotted] = Fault(
                 f"{written} stays unresolved.",
                 "No front end has a value for this key.",
-                "Write a value, or remove the key.",
+                "Write a value; or remove the key, which gives it its default."
+                if dotted in fields
+                else "Write a value, or remove the key.",
                 dotted,
             )
         elif rule is not None and not rule.asks_for_nothing(value):
@@ -354,14 +372,19 @@ def _shorthand_suffix(name: str, value: object) -> str:
     return f".{SHORTHAND_FIELD[name]}" if name in SHORTHAND_FIELD and isinstance(value, (str, bool)) else ""
 
 
+class _DuplicateKeyError(Exception):
+    """Two keys of one name in one block of a file."""
+
+    def __init__(self, key: str, values: tuple[object, object]) -> None:
+        super().__init__(key)
+        self.key = key
+        self.values = values
+
+
 def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     block: dict[str, object] = {}
     for name, value in pairs:
         if name in block and not name.startswith("_"):
-            raise ConfigError(
-                what=f"The key {name!r} stands twice in one block: {block[name]!r} and {value!r}.",
-                why="JSON keeps only the last of them, in silence.",
-                fix="Remove one.",
-            )
+            raise _DuplicateKeyError(name, (block[name], value))
         block[name] = value
     return block

@@ -390,6 +390,9 @@ def test_what_fp16_cannot_do_is_refused_by_reason() -> None:
     assert "1/2048" in error.why
     error = refusal(fp16={"enabled": True, "initial_scale_power": 3, "min_loss_scale": 16})
     assert "fp16.min_loss_scale = 16" in error.what and "2 ** 3 = 8" in error.what
+    error = refusal(fp16={"enabled": True, "min_loss_scale": 0})
+    assert "fp16.min_loss_scale = 0 (from keyword)" in error.what and "NaN" in error.why
+    assert ZeroConfig(fp16={"enabled": True, "loss_scale": 128, "min_loss_scale": 0}).fp16.loss_scale == 128
     assert "fp16.loss_scale = -1" in refusal(fp16={"enabled": True, "loss_scale": -1}).what
 
 

@@ -27,8 +27,9 @@ REFERENCE = {
     "memory_breakdown dump_state log_level autotuning flops_profiler activation_checkpointing aio checkpoint "
     "sparse_attention data_efficiency curriculum_learning tensorboard wandb comet csv_monitor comms_logger "
     "compression_training quantize_training elasticity eigenvalue progressive_layer_drop graph_harvesting "
-    "disable_allgather zero_allow_untested_optimizer zero_force_ds_cpu_optimizer dataloader_drop_last nebula "
-    "use_data_before_expert_parallelism pipeline compile timers bfloat16 load_universal_checkpoint",
+    "datastates_ckpt disable_allgather zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
+    "dataloader_drop_last nebula use_data_before_expert_parallelism pipeline compile timers bfloat16 "
+    "load_universal_checkpoint",
     "fp16": "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale "
     "consecutive_hysteresis fp16_master_weights_and_grads",
     "bf16": "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads "
@@ -85,7 +86,7 @@ def test_every_key_of_the_reference_is_known_and_on_the_page(key: str) -> None:
 
 def test_every_key_of_a_file_gets_its_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", written(tmp_path, CONFIG)]) == 2
-    lines = capsys.readouterr().out.splitlines()
+    *lines, summary = capsys.readouterr().out.splitlines()
     verdicts = {line[10:].partition(" = ")[0]: line[:10].strip() for line in lines if line[0] != " "}
     zero = "zero_optimization."
     assert verdicts == {
@@ -100,6 +101,9 @@ def test_every_key_of_a_file_gets_its_verdict(tmp_path: Path, capsys: pytest.Cap
         "gradient_clipping": "fault",
         "tensorboard": "replaced",
     }
+    assert summary == (
+        "10 keys: 2 honoured, 2 no effect, 2 replaced, 1 refused, 2 fault, 1 auto. The file does not load."
+    )
     text = " ".join(line.strip() for line in lines)
     assert "It has no effect at stage 2." in text and "Here: the loggers of your training framework." in text
     assert "Offloading the optimizer comes in a later version" in text and "Did you mean" in text
@@ -111,8 +115,11 @@ def test_a_file_that_loads_is_explained_with_exit_code_0(
 ) -> None:
     good = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "bf16": {"enabled": "auto"}}
     assert main(["explain", written(tmp_path, good)]) == 0
-    assert "honoured  zero_optimization.overlap_comm = true" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "honoured  zero_optimization.overlap_comm = true" in text
+    assert text.endswith("\n3 keys: 2 honoured, 1 auto. The file loads.\n")
     assert main(["explain", written(tmp_path, {}), "--world-size", "2"]) == 0
+    assert capsys.readouterr().out == "No keys. The file loads.\n"
 
 
 def test_batch_numbers_are_checked_for_the_world_size_that_is_given(
@@ -159,6 +166,18 @@ def test_a_file_that_cannot_be_read_is_explained_too(
 ) -> None:
     assert main(["explain", str(tmp_path / "none.json")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+    path = tmp_path / "bad.json"
+    for content, said in (
+        ('{"bf16": {},\n\n "bf16": {}}', "'bf16' stands twice in one block: {} and {} (it is in lines 1, 3)"),
+        ('{"bf16": {},\n oops}', "in line 2"),
+        ('{"a": ' * 100_000, "not valid"),
+        ("9" * 5000, "not valid"),
+        ('{"bf16": {"enabled": true}, "bf16.enabled": false}', "bf16.enabled is given twice"),
+    ):
+        path.write_text(content)
+        assert main(["explain", str(path)]) == 2
+        message = capsys.readouterr().err
+        assert said in message and str(path) in message
     with pytest.raises(SystemExit):
         main(["explain"])
 
