@@ -24,6 +24,7 @@ were used anywhere, and which gradients came in after their bucket had gone. Tho
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ class GradReducer:
             # torch takes the hook only while a gradient is required, and keeps it for when one is again.
             required = param.requires_grad
             param.requires_grad_(True)
-            hook = partial(self._on_grad, position, index)
+            hook = partial(_on_grad, weakref.ref(self), position, index)
             self._hooks.append(param.register_post_accumulate_grad_hook(hook))
             param.requires_grad_(required)
 
@@ -172,7 +173,7 @@ class GradReducer:
 
     # -- runtime --
 
-    def _on_grad(self, position: int, index: int, param: nn.Parameter) -> None:
+    def on_grad(self, position: int, index: int, param: nn.Parameter) -> None:
         self._backward.begin()
         reduces_now = self.reduces_now()
         grad = param.grad
@@ -347,9 +348,16 @@ class GradReducer:
 
 def is_watched(param: nn.Parameter) -> bool:
     """Tell whether the reducer of some engine takes this parameter's gradient."""
-    takes_it = GradReducer._on_grad.__name__
     hooks = compat.post_accumulate_hooks(param)
-    return any(isinstance(hook, partial) and hook.func.__name__ == takes_it for hook in hooks)
+    return any(isinstance(hook, partial) and hook.func is _on_grad for hook in hooks)
+
+
+def _on_grad(reducer: weakref.ref[GradReducer], position: int, index: int, param: nn.Parameter) -> None:
+    # A parameter's hooks are held in C++, where the garbage collector does not look: a strong reference would
+    # keep an engine, which refers to its parameters, for ever. The model keeps its engine alive.
+    living = reducer()
+    if living is not None:
+        living.on_grad(position, index, param)
 
 
 def _check_same_order(digest_and_complement: list[int]) -> None:

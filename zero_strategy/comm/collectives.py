@@ -301,7 +301,7 @@ class Collectives:
                 name, what, why, fix = found
                 where = f"[rank {rank}] " if len(everybodys) > 1 else ""
                 agreed = _AGREED.get(name, ShardingError)(what=f"{where}{what}", why=why, fix=fix)
-                self._watch.agreed = agreed
+                self._watch.note_agreed(agreed)
                 raise agreed from error
 
 

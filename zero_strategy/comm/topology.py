@@ -11,6 +11,11 @@ torch's fake process group the control messages are fake as well: one rank of ma
 
 from __future__ import annotations
 
+import contextlib
+import os
+import weakref
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -57,6 +62,7 @@ class Topology:
         self.gather_group: dist.ProcessGroup | None = None
         self.reduce_group: dist.ProcessGroup | None = None
         self.control_group: dist.ProcessGroup | None = None
+        self._finalizer: weakref.finalize[..., Topology] | None = None
         links = Links()
         self.watch = Watch(0, 1, links)
         if not (dist.is_available() and dist.is_initialized()):
@@ -80,6 +86,10 @@ class Topology:
         links.note([self.gather_group, self.reduce_group], self.native)
         # The name of a group is the same on all ranks and no other group's.
         self.watch = watch_ranks(self.control_group.group_name, links, self.control_group)
+        # Of an engine that is dropped without close().
+        groups = (self.gather_group, self.reduce_group, self.control_group)
+        self._finalizer = weakref.finalize(self, _give_up, self.watch, groups, os.getpid())
+        self._finalizer.atexit = False
         if self.native:
             self._connect()
 
@@ -99,13 +109,28 @@ class Topology:
 
     def close(self) -> None:
         """Give the process groups back. Not collective; safe to call twice."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
         self.watch.close()
         groups = (self.gather_group, self.reduce_group, self.control_group)
         self.gather_group = self.reduce_group = self.control_group = None
-        for group in groups:
-            # The default group may be gone already, and every other group with it.
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
+        _destroy(groups)
+
+
+def _give_up(watch: Watch, groups: Sequence[dist.ProcessGroup], pid: int) -> None:
+    """Do what `close` does, from within the garbage collector."""
+    if os.getpid() != pid:  # a forked process has copies only
+        return
+    watch.abandon()
+    with contextlib.suppress(Exception):  # nobody could catch it
+        _destroy(groups)
+
+
+def _destroy(groups: Sequence[dist.ProcessGroup | None]) -> None:
+    for group in groups:
+        # The default group may be gone already, and every other group with it.
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def usual_device() -> torch.device:

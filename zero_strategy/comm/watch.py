@@ -23,6 +23,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
@@ -53,7 +54,6 @@ class Watch:
     Attributes:
         waits: What this rank has begun and what it waits for.
         failure: What to raise on this rank instead of beginning a collective, or None.
-        agreed: The last error that all ranks have raised together.
     """
 
     def __init__(self, rank: int, world_size: int, links: Links, store: RankStore | None = None) -> None:
@@ -68,7 +68,8 @@ class Watch:
         """
         self.waits = Waits()
         self.failure: ShardingError | None = None
-        self.agreed: BaseException | None = None
+        self._agreed: weakref.ref[BaseException] | None = None  # weak: its traceback refers to the engine
+        self._is_abandoned = False
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._links = links
@@ -110,6 +111,13 @@ class Watch:
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * POLL_S)
+        self._leave()
+
+    def abandon(self) -> None:
+        """Let the thread stop watching. For the garbage collector: it waits for nobody and takes no lock."""
+        self._is_abandoned = True
+
+    def _leave(self) -> None:
         self._thread = None
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._on_unhandled:
@@ -153,13 +161,21 @@ class Watch:
                 time.sleep(0.1)
         return self.failure
 
+    def note_agreed(self, error: BaseException) -> None:
+        """Note an error that all ranks raise together."""
+        self._agreed = weakref.ref(error)
+
+    def is_agreed(self, error: BaseException) -> bool:
+        """Tell whether this is the last error that all ranks have raised together."""
+        return self._agreed is not None and self._agreed() is error
+
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one ends by an error. The first that a run has counts.
 
         Args:
             error: What ends it. One that all ranks have agreed to raise is no news and changes nothing.
         """
-        if self._store is None or os.getpid() != self._pid or error is self.agreed:
+        if self._store is None or os.getpid() != self._pid or self.is_agreed(error):
             return
         self._is_failing = True
         self._post(causes.has_failed(self._rank, error))
@@ -190,7 +206,7 @@ class Watch:
 
     def forgive(self) -> None:
         """Begin a new run on all ranks, whatever the last one ended by. To be called on all ranks."""
-        self._is_failing, self.failure, self.agreed = False, None, None
+        self._is_failing, self.failure, self._agreed = False, None, None
         self._run_number += 1
         if self._store is not None:
             self._write(f"state/{self._rank}", _RUNNING)
@@ -226,7 +242,7 @@ class Watch:
     # -- on the thread --
 
     def _run(self) -> None:
-        while not self._stop.wait(POLL_S):
+        while not self._stop.wait(POLL_S) and not self._is_abandoned:
             self._look()
             waiting = self.waits.current
             if self.failure is not None:
@@ -235,6 +251,8 @@ class Watch:
                 self._look_into(waiting)
             else:
                 self._heard.clear()
+        if self._is_abandoned:
+            self._leave()
 
     def _look(self) -> None:
         """Read whether a rank has failed."""
