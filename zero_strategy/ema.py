@@ -15,6 +15,7 @@ import torch
 from zero_strategy.average import AverageShards
 from zero_strategy.bucket import publish_all
 from zero_strategy.checkpoint import full_weights
+from zero_strategy.comm.together import agreed
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError, ShardingError
 
@@ -164,13 +165,13 @@ class ShardedEMA:
         """
         self._require_out("load_state_dict()")
         parts = self.engine.parts()
+        given = state_dict if parts.collectives.rank == 0 else {}
+        weights, num_updates = agreed(parts.collectives, lambda: _content(given))
         shards = AverageShards()
         shards.start(parts.buckets, parts.masters, untrained=True)
         with torch.inference_mode(False), torch.no_grad():
-            full_weights.scatter_shards(
-                parts.model, shards.shards, state_dict.get("weights", {}), parts.collectives
-            )
-        num_updates = parts.collectives.broadcast_json(state_dict.get("num_updates", 0))
+            full_weights.scatter_shards(parts.model, shards.shards, weights, parts.collectives)
+        num_updates = parts.collectives.broadcast_json(num_updates)
         self.shards.num_updates = num_updates
         self.shards.shards = shards.shards if num_updates else {}
 
@@ -204,3 +205,7 @@ def _bad_decay(decay: float) -> ConfigError:
         why="It is the part of the average that stays at an update: at least 0, and less than 1.",
         fix="Pass a number such as 0.999, which looks back about 1,000 updates.",
     )
+
+
+def _content(state_dict: Mapping[str, Any]) -> tuple[Any, int]:
+    return state_dict.get("weights", {}), int(state_dict.get("num_updates", 0))

@@ -34,7 +34,7 @@ from tests.models import Mlp
 from tests.storage_tracker import StorageTracker
 from zero_strategy.checkpoint.format import CheckpointReader
 from zero_strategy.checkpoint.full_weights import MorePreciseWeights
-from zero_strategy.checkpoint.together import agreed
+from zero_strategy.comm.together import agreed
 
 
 def stored(folder: Path) -> dict[str, Tensor]:

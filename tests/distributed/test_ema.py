@@ -281,6 +281,10 @@ def test_what_would_mix_up_weights_and_average_is_refused_on_all_ranks(stage: in
         ema.load_state_dict({"num_updates": 1, "weights": {"head.weight": torch.zeros(2)}})
     with expect_error(zs.CheckpointError, ["'tail.weight'", "by name"]):
         ema.load_state_dict({"num_updates": 1, "weights": {"tail.weight": torch.zeros(2)}})
+    no_averages: tuple[Any, ...] = ([], {"weights": 7}, {"num_updates": "x"})
+    for given in no_averages:
+        with expect_error(zs.CheckpointError, ["[rank 0]"]):
+            ema.load_state_dict(given if rank() == 0 else {})
     train(engine.model, optimizer, 1)
     engine.close()
 

@@ -222,6 +222,7 @@ def test_what_cannot_be_loaded_is_refused_on_all_ranks_and_changes_nothing() -> 
         ({**good, "average": torch.ones(3)}, ["'average' has shape (3,)"]),
         ({**good, "shared.bias": "x"}, ["'shared.bias' is a str, not a tensor"]),
         (["no dict"], ["a list instead of a state dict"]),
+        ({**good, ("odd",): torch.ones(3)}, ["the key ('odd',) instead of a state dict"]),
     ]
     for given, texts in cases:
         with subtest(texts[0]), expect_error(zs.CheckpointError, ["[rank 0]", *texts]):
@@ -366,13 +367,21 @@ def test_state_that_does_not_fit_is_refused_on_all_ranks() -> None:
         fewer = {**good, "param_groups": good["param_groups"][:1]}
         odd_group = copy.deepcopy(good)
         odd_group["param_groups"][0]["callback"] = print
+        no_state, no_ids, unreadable = copy.deepcopy(good), copy.deepcopy(good), copy.deepcopy(good)
+        no_state["state"] = 7
+        no_ids["param_groups"][0]["params"] = [[] for _ in good["param_groups"][0]["params"]]
+        odd = unreadable["state"][first]["exp_avg"]
+        unreadable["state"][first]["exp_avg"] = odd.to("meta")
     else:
-        wrong_shape = factored = fewer = odd_group = {}
+        wrong_shape = factored = fewer = odd_group = no_state = no_ids = unreadable = {}
     cases: list[tuple[Any, list[str]]] = [
         (wrong_shape, ["'exp_avg' of 'embed.weight'", "(3, 2)"]),
         (factored, ["'opaque' of 'embed.weight'", "without pickle"]),
         (fewer, ["param groups of", "by their position"]),
         (odd_group, ["'callback'", "print"]),
+        (no_state, ["no optimizer state"]),
+        (no_ids, ["no optimizer state"]),
+        (7, ["no optimizer state"]),
         ({}, ["no optimizer state"]),
         (None, ["no optimizer state"]),
     ]
@@ -380,6 +389,8 @@ def test_state_that_does_not_fit_is_refused_on_all_ranks() -> None:
         with subtest(texts[0]), expect_error(zs.CheckpointError, ["[rank 0]", *texts]):
             optimizer.load_state_dict(given)
     assert_same(optimizer.state_dict(), good)
+    with subtest("unreadable"), expect_error(zs.CheckpointError, ["[rank 0]", "meta"]):
+        optimizer.load_state_dict(unreadable)
 
 
 @distributed(world_size=2)

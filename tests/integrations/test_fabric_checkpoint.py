@@ -6,6 +6,7 @@ was not interrupted. Tolerance 0: two ranks, one reduction per step.
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import zero_strategy as zs
-from tests.harness import distributed, expect_error, subtest
+from tests.harness import distributed, expect_error, rank, subtest
 from tests.integrations.fabric_support import adamw, ddp, make_fabric, new_net, train, whole, zero
 from tests.integrations.lightning_support import assert_same_weights
 
@@ -123,6 +124,29 @@ def test_filter_strict_raw_files_and_several_models(tmp_path: Path) -> None:
             fabric.barrier()
             fabric.load_raw(tmp_path / f"raw-{stage}", second)
             assert_same_weights(whole(fabric, second), dict(new_net(9).state_dict()))
+
+
+@distributed(world_size=2)
+def test_ranks_agree_on_a_file_also_where_one_of_them_has_freed_an_earlier_model(tmp_path: Path) -> None:
+    fabric = make_fabric(zero(2))
+    earlier = [fabric.setup_module(new_net(5))]
+    net = new_net()
+    model, optimizer = fabric.setup(net, adamw(net))
+    if rank() == 0:
+        earlier.clear()
+        gc.collect()
+    assert len(fabric.strategy._living_engines()) == 1 + len(earlier)
+    for state in ({"model": model}, {"optimizer": optimizer}, {"model": model, "optimizer": optimizer}):
+        with subtest(f"{sorted(state)}"):
+            fabric.save(tmp_path / "c", state)
+            fabric.load(tmp_path / "c", state)
+    with subtest("what cannot be read"):
+        for number, data in enumerate((b"", b"root:x:0:0:root:/root:/bin/bash\n", b"PK\x03\x04 and no more")):
+            if rank() == 0:
+                (tmp_path / f"{number}").write_bytes(data)
+            fabric.barrier()
+            with expect_error(zs.CheckpointError, ["cannot be read", "damaged, or no checkpoint"]):
+                fabric.load(tmp_path / f"{number}", {"model": model})
 
 
 @distributed(world_size=2)

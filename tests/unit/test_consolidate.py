@@ -361,3 +361,32 @@ print(report.num_bytes, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - be
     assert num_bytes == 2 * numel
     # The chunk as read, 64 MiB; converted to bf16, 32 MiB; the rest is room for the allocator.
     assert grown_bytes < 160 * 2**20, grown_bytes
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_and_folders_get_the_permissions_the_umask_says(tmp_path: Path, umask: int) -> None:
+    save(tmp_path / "checkpoint", {"a": torch.ones(3), "b": torch.ones(3)}, 1)
+    (tmp_path / "side").mkdir()
+    (tmp_path / "side" / "tokenizer.json").write_text("{}")
+    (tmp_path / "side" / "tokenizer.json").chmod(0o600)
+    previous = os.umask(umask)
+    try:
+        options = ExportOptions(max_shard_size_bytes=12, hf_files=tmp_path / "side")
+        consolidate(tmp_path / "checkpoint", tmp_path / "out", options)
+    finally:
+        os.umask(previous)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~umask
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o666 & ~umask}
+
+
+def test_a_link_in_the_output_is_replaced_and_what_it_points_to_is_not(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint", {"a": torch.ones(3)}, 1)
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("model.safetensors", MARKER_NAME, "model-00001-of-00002.safetensors"):
+        (out / name).symlink_to(outside)
+    consolidate(tmp_path / "checkpoint", out, ExportOptions(force=True))
+    assert outside.read_text() == "mine"
+    assert names_in(out) == {"model.safetensors", MARKER_NAME} and not (out / MARKER_NAME).is_symlink()

@@ -309,6 +309,8 @@ def _check_target(target: Path, checkpoint_id: str | None, force: bool) -> None:
 
 def _origin_of(target: Path) -> list[Any] | None:
     """Return the id of the checkpoint a folder was written from, in a list; None: it was not written here."""
+    if not (target / MARKER_NAME).is_file():
+        return None
     try:
         marker = json.loads((target / MARKER_NAME).read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from zero_strategy.bucket import Bucket
 from zero_strategy.buffers import empty_flat
-from zero_strategy.checkpoint.together import agreed
 from zero_strategy.comm.collectives import Collectives
+from zero_strategy.comm.together import agreed
 from zero_strategy.errors import CheckpointError
 from zero_strategy.precision import Masters, unrounded
 
@@ -132,7 +132,7 @@ def scatter(
     extra_names = module_extra_states(model).keys()
     is_source = collectives.rank == 0
     agreed(collectives, lambda: require_fit(own, extra_names, state_dict) if is_source else None)
-    given: list[str] = collectives.broadcast_json(list(state_dict) if is_source else None)
+    given: list[str] = collectives.broadcast_json(names_given(state_dict) if is_source else None)
     present = set(given)
     places = {id(param): (bucket, i) for bucket in buckets for i, param in enumerate(bucket.params)}
     done: set[int] = set()
@@ -188,12 +188,7 @@ def require_fit(own: Mapping[str, Any], extra_names: Collection[str], given: Map
         CheckpointError: It is no mapping, something is no tensor or of another shape, or an extra state
             cannot be sent.
     """
-    if not isinstance(given, Mapping):
-        raise CheckpointError(
-            what=f"Rank 0 was given a {type(given).__name__} instead of a state dict.",
-            why="Its values are what all ranks take over.",
-            fix="Pass a dict of names and tensors, as `model.state_dict()` returns it, on rank 0 at least.",
-        )
+    names_given(given)
     tensors = {name: value for name, value in own.items() if name in given and name not in extra_names}
     wrong = [said for name, value in tensors.items() for said in _misfit(name, given[name], value)]
     if not wrong:
@@ -205,6 +200,25 @@ def require_fit(own: Mapping[str, Any], extra_names: Collection[str], given: Map
         why="Weights are matched by name, and a name must mean the same tensor on both sides.",
         fix="Load them into the model they were saved from. Nothing was loaded.",
     )
+
+
+def names_given(given: Mapping[str, Any]) -> list[str]:
+    """Return the names in what rank 0 was given.
+
+    Raises:
+        CheckpointError: It is no mapping, or a key is no name.
+    """
+    found = f"a {type(given).__name__}" if not isinstance(given, Mapping) else ""
+    if not found:
+        odd = next((name for name in given if not isinstance(name, str)), None)
+        found = "" if odd is None else f"a mapping with the key {odd!r}"
+    if found:
+        raise CheckpointError(
+            what=f"Rank 0 was given {found} instead of a state dict.",
+            why="Its values are what all ranks take over.",
+            fix="Pass a dict of names and tensors, as `model.state_dict()` returns it, on rank 0 at least.",
+        )
+    return list(given)
 
 
 def require_names(result: LoadResult, *, so_far: str) -> None:

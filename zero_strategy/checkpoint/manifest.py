@@ -271,6 +271,8 @@ def _load_json(folder: Path) -> object:
             else "Pass the folder given to save_checkpoint().",
         )
     path = folder / MANIFEST_NAME
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise _bad_manifest(folder, "it is no ordinary file")
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -29,6 +29,7 @@ from zero_strategy.checkpoint.full_weights import (
     LoadResult,
     MorePreciseWeights,
     module_extra_states,
+    names_given,
     names_in,
     require_fit,
     require_names,
@@ -36,7 +37,7 @@ from zero_strategy.checkpoint.full_weights import (
 )
 from zero_strategy.checkpoint.parts import MODULES_KEY, Parts, persistent_buffers
 from zero_strategy.checkpoint.stored_weights import StoredWeights, stored_names
-from zero_strategy.checkpoint.together import agreed
+from zero_strategy.comm.together import agreed
 from zero_strategy.errors import CheckpointError
 from zero_strategy.log import log_event
 from zero_strategy.optim import full_state
@@ -124,7 +125,8 @@ class OpenCheckpoint:
         """
         parts, is_first = self._parts, self._parts.collectives.rank == 0
         stored = weights.untouched if isinstance(weights, StoredWeights) else {}
-        stored, names = parts.collectives.broadcast_json([stored, list(weights)] if is_first else None)
+        names = agreed(parts.collectives, lambda: names_given(weights) if is_first else [])
+        stored, names = parts.collectives.broadcast_json([stored, names])
         own = names_in(parts.model)
         result = LoadResult([n for n in own if n not in names], [n for n in names if n not in own])
         if strict:

@@ -29,7 +29,7 @@ from zero_strategy.checkpoint.format import (
 from zero_strategy.checkpoint.full_weights import module_extra_states
 from zero_strategy.checkpoint.manifest import lock_folder
 from zero_strategy.checkpoint.parts import MODULES_KEY, Parts, manifest_of, own_pieces, persistent_buffers
-from zero_strategy.checkpoint.together import agreed
+from zero_strategy.comm.together import agreed
 from zero_strategy.errors import CheckpointError
 from zero_strategy.optim import full_state
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer

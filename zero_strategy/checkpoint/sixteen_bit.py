@@ -18,7 +18,7 @@ from zero_strategy.checkpoint.full_weights import whole_flat
 from zero_strategy.checkpoint.hf import hf_record
 from zero_strategy.checkpoint.parts import Parts, buffer_records, param_records, persistent_buffers
 from zero_strategy.checkpoint.records import ParamRecord
-from zero_strategy.checkpoint.together import agreed
+from zero_strategy.comm.together import agreed
 from zero_strategy.log import log_event
 
 _NO_MORE = -1  # instead of the index of a bucket

@@ -9,6 +9,7 @@ either's hooks, and its messages hold for both.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import io
@@ -25,9 +26,9 @@ from torch import Tensor
 
 from zero_strategy.checkpoint.format import MANIFEST_NAME
 from zero_strategy.checkpoint.opened import OpenCheckpoint
-from zero_strategy.checkpoint.together import agreed
+from zero_strategy.comm.together import agreed
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.errors import CheckpointError, ConfigError
+from zero_strategy.errors import CheckpointError, ConfigError, ZeroError
 from zero_strategy.log import log_event
 
 STATE_DICT_TYPES = ("full", "sharded")  # a file, a folder
@@ -138,20 +139,27 @@ def load_file(checkpoint_io: Any, path: Any, *, weights_only: bool | None) -> di
     Raises:
         CheckpointError: It is missing, damaged, or holds other classes than torch loads safely.
     """
-    is_local = isinstance(path, str | os.PathLike) and os.path.isfile(_without_scheme(path))
+    is_path = isinstance(path, str | os.PathLike)
+    is_local = is_path and os.path.isfile(_without_scheme(path))
+    if is_path and not is_local and os.path.exists(_without_scheme(path)):  # a pipe would be waited for
+        raise CheckpointError(
+            what=f"The checkpoint {path} is no ordinary file.",
+            why="It is read in several places, and mapped into memory.",
+            fix="Pass the path that a checkpoint was saved to.",
+        )
     if is_local and type(checkpoint_io).__name__ == "TorchCheckpointIO":
         return _load(_without_scheme(path), f"the file {path}", weights_only)
     try:
         content: dict[str, Any] = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        raise _not_unpickled(path, f"the file {path}", error) from error
     except FileNotFoundError as error:
         raise CheckpointError(
             what=f"The checkpoint {path} does not exist.",
             why="There is neither a file nor a folder of that name.",
             fix="Pass the path that the checkpoint was saved to; ModelCheckpoint has it in best_model_path.",
         ) from error
-    return content
+    except Exception as error:
+        raise _not_loaded(path, f"the file {path}", error) from error
+    return _require_dict(content, f"the file {path}")
 
 
 def save_file(checkpoint_io: Any, path: Any, content: dict[str, Any], storage_options: Any) -> None:
@@ -248,17 +256,15 @@ def _pack(content: dict[str, Any], folder: str) -> Tensor:
 
 def _load(source: Any, subject: str, weights_only: bool | None) -> dict[str, Any]:
     safely = True if weights_only is None else weights_only
-    can_map = not isinstance(source, io.BytesIO) and zipfile.is_zipfile(source)
     try:
+        can_map = not isinstance(source, io.BytesIO) and zipfile.is_zipfile(source)
         content = torch.load(source, map_location="cpu", mmap=can_map, weights_only=safely)
-    except pickle.UnpicklingError as error:
-        raise _not_unpickled(source, subject, error) from error
-    except (RuntimeError, EOFError, KeyError) as error:
-        raise _unreadable(subject, error) from error
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # torch seeks before the start of a file that was cut short
-            raise
-        raise _unreadable(subject, error) from error
+    except Exception as error:
+        raise _not_loaded(source, subject, error) from error
+    return _require_dict(content, subject)
+
+
+def _require_dict(content: Any, subject: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(
             what=f"{subject[:1].upper()}{subject[1:]} is a {type(content).__name__}.",
@@ -268,24 +274,38 @@ def _load(source: Any, subject: str, weights_only: bool | None) -> dict[str, Any
     return content
 
 
-def _not_unpickled(source: Any, subject: str, error: Exception) -> CheckpointError:
-    if not zipfile.is_zipfile(source):
+def _not_loaded(source: Any, subject: str, error: Exception) -> Exception:
+    """Return what to raise for whatever unpickling has raised: a damaged pickle raises anything."""
+    is_local = isinstance(error, OSError) and error.errno != errno.EINVAL
+    if is_local or isinstance(error, ZeroError):  # EINVAL: torch seeks before the start of a file cut short
+        return error
+    classes = _unsafe_classes(source) if isinstance(error, pickle.UnpicklingError) else []
+    if not classes:
         return _unreadable(subject, error)
-    if isinstance(source, io.BytesIO):
-        source.seek(0)
-    classes = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     return CheckpointError(
-        what=f"{subject[:1].upper()}{subject[1:]} holds objects of {', '.join(sorted(classes))}.",
+        what=f"{subject[:1].upper()}{subject[1:]} holds objects of {', '.join(classes)}.",
         why="Unpickling other classes than tensors and plain values can run code, so it needs your word.",
         fix="If you trust it, pass weights_only=False (trainer.fit, validate, test and predict take it, and "
         "fabric.load), or name the classes in torch.serialization.add_safe_globals.",
     )
 
 
+def _unsafe_classes(source: Any) -> list[str]:
+    """Return the classes that torch does not load safely; none where that cannot be found out."""
+    with contextlib.suppress(Exception):
+        if zipfile.is_zipfile(source):
+            if isinstance(source, io.BytesIO):
+                source.seek(0)
+            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(source))
+    return []
+
+
 def _unreadable(subject: str, error: Exception) -> CheckpointError:
     said = str(error).partition("\n")[0].partition(". ")[0]
     return CheckpointError(
         what=f"{subject[:1].upper()}{subject[1:]} cannot be read: {type(error).__name__}: {said}",
-        why="It is damaged, or no checkpoint.",
+        why="It is damaged, or no checkpoint."
+        if not isinstance(error, ImportError | AttributeError)
+        else "It is damaged, or holds objects of classes that are not to be found here.",
         fix="Use another copy, or an earlier checkpoint.",
     )

@@ -22,7 +22,7 @@ import torch
 
 from zero_strategy.checkpoint.full_weights import MorePreciseWeights
 from zero_strategy.checkpoint.opened import OpenCheckpoint
-from zero_strategy.checkpoint.together import agreed
+from zero_strategy.comm.together import agreed
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError
 from zero_strategy.lightning import checkpoint_files, rng
@@ -207,7 +207,7 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
             )
             return
         own = states[self.global_rank]
-        rng.set_state(own, self.root_device)
+        agreed(self.engine.collectives, lambda: rng.set_state(own, self.root_device))
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         inside_epoch = progress["current"]["ready"] > 0 and not progress["is_last_batch"]
         self._rng_at_first_step = own if inside_epoch else None

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zero_strategy.checkpoint.full_weights import MorePreciseWeights
-from zero_strategy.checkpoint.together import agreed
+from zero_strategy.comm.together import agreed
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError
 from zero_strategy.lightning import checkpoint_files
@@ -74,7 +74,7 @@ class FabricCheckpointHooks(_Base):  # type: ignore[misc]
             content[MASTERS_KEY] = masters
         io, first = self.checkpoint_io, self.is_global_zero
         self._together(
-            lambda: checkpoint_files.save_file(io, path, content, storage_options) if first else None
+            state, lambda: checkpoint_files.save_file(io, path, content, storage_options) if first else None
         )
 
     def _save_folder(self, path: Any, state: dict[str, Any], filter: Filters | None) -> None:
@@ -107,7 +107,7 @@ class FabricCheckpointHooks(_Base):  # type: ignore[misc]
             return self._load_folder(path, state, strict, weights_only)
         io = self.checkpoint_io
         content: dict[str, Any] = self._together(
-            lambda: checkpoint_files.load_file(io, path, weights_only=weights_only)
+            state, lambda: checkpoint_files.load_file(io, path, weights_only=weights_only)
         )
         if isinstance(state, nn.Module):
             self.load_module_state_dict(state, content, strict=strict)
@@ -122,7 +122,7 @@ class FabricCheckpointHooks(_Base):  # type: ignore[misc]
         for key in [key for key in state if key in content]:
             value = content.pop(key)
             if key in masters and isinstance(state[key], nn.Module):
-                value = self._together(lambda: MorePreciseWeights(value, masters[key].get))  # noqa: B023
+                value = self._together(state, lambda: MorePreciseWeights(value, masters[key].get))  # noqa: B023
             self._put(state, key, value, strict)
         return own(content)
 
@@ -156,10 +156,24 @@ class FabricCheckpointHooks(_Base):  # type: ignore[misc]
 
     # -- helpers --
 
-    def _together(self, work: Callable[[], T]) -> T:
-        """Do a rank's part of something all ranks do; where no model has been set up, nobody waits."""
-        engines = self._living_engines()
+    def _together(self, state: Any, work: Callable[[], T]) -> T:
+        """Do a rank's part of something all ranks do; where no model has been set up, nobody waits.
+
+        By the groups of the first engine in `state`, which is the same on every rank. Which of the others
+        still live is not: that depends on when each rank's garbage is collected.
+        """
+        found = state.values() if isinstance(state, Mapping) else [state]
+        living = self._living_engines()
+        named = [engine for engine in (_engine_among(living, value) for value in found) if engine is not None]
+        engines = named or living[-1:]
         return agreed(engines[0].collectives, work) if engines else work()
+
+
+def _engine_among(engines: Iterable[ZeroEngine], value: Any) -> ZeroEngine | None:
+    """Return the engine of a module or an optimizer, None for anything else."""
+    if isinstance(value, ShardedOptimizer):
+        return next((e for e in engines if any(value is held for held in e.optimizers)), None)
+    return engine_behind(value)
 
 
 def _is_engines(value: Any) -> bool:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from zero_strategy.bucket import Bucket
 from zero_strategy.buffers import empty_flat
 from zero_strategy.comm.collectives import Collectives
+from zero_strategy.comm.together import agreed
 from zero_strategy.errors import CheckpointError
 from zero_strategy.layout import ShardSlice
 from zero_strategy.optim.places import Place, SlicedOptimizer
@@ -90,14 +91,10 @@ def gather(optimizer: SlicedOptimizer, collectives: Collectives) -> dict[str, An
 def scatter(optimizer: SlicedOptimizer, state_dict: dict[str, Any], collectives: Collectives) -> None:
     """Take over rank 0's whole state. See `ShardedOptimizer.load_state_dict`."""
     is_source = collectives.rank == 0
-    table, error = None, None
-    try:
-        table = _table_of(optimizer, state_dict) if is_source else None
-    except CheckpointError as raised:
-        error = raised
-    collectives.agree(error)
-    table = collectives.broadcast_json(table)
-    load_groups(optimizer, table["groups"])
+    # As text: what JSON does not know is found while the others still listen.
+    text = agreed(collectives, lambda: json.dumps(_table_of(optimizer, state_dict)) if is_source else "")
+    table = json.loads(collectives.broadcast_bytes(text.encode()))
+    agreed(collectives, lambda: load_groups(optimizer, table["groups"]))
     optimizer.state.clear()
     groups = [group for group in optimizer.param_groups for _ in group["params"]]
     for param, group, saved_id in zip(optimizer.params(), groups, table["ids"], strict=True):
@@ -108,8 +105,8 @@ def scatter(optimizer: SlicedOptimizer, state_dict: dict[str, Any], collectives:
                 continue
             bucket = optimizer.place_of(param).bucket
             whole = empty_flat(param.numel(), getattr(torch, kind[1]), bucket.flat.device)
-            if is_source:
-                whole.copy_(state_dict["state"][saved_id][key].detach().reshape(-1))
+            source = state_dict["state"][saved_id][key] if is_source else None
+            agreed(collectives, lambda: _fill(whole, source))  # noqa: B023
             collectives.broadcast(whole)
             for piece, weight in optimizer.slices_of(param):
                 optimizer.state[weight][key] = cut(whole, param.numel(), piece, weight)
@@ -206,6 +203,11 @@ def describe_optimizer(optimizer: Optimizer, places: Mapping[nn.Parameter, Place
 # -- helpers --
 
 
+def _fill(whole: Tensor, source: Tensor | None) -> None:
+    if source is not None:
+        whole.copy_(source.detach().reshape(-1))
+
+
 def _text_of(value: Any) -> str:
     """Return what a setting says, and of an object its class only: an address would differ between ranks."""
     return str(value.tolist()) if isinstance(value, Tensor) else type(value).__name__
@@ -219,19 +221,19 @@ def _scalar(kind: list[Any]) -> Any:
 
 def _agree_on_kinds(optimizer: SlicedOptimizer, collectives: Collectives) -> dict[str, dict[str, list[Any]]]:
     """Learn what state each parameter has on whichever ranks hold a slice of it."""
-    mine: dict[str, dict[str, list[Any]]] = {}
-    error = None
-    try:
-        for entry in optimizer.slice_states():
-            subject = f"The state {entry.key!r} of {entry.fqn!r}"
-            mine.setdefault(entry.fqn, {})[entry.key] = describe_kind(entry.value, entry.piece.numel, subject)
-    except CheckpointError as raised:
-        error = raised
-    collectives.agree(error)
+    mine = agreed(collectives, lambda: _own_kinds(optimizer))
     everybody: dict[str, dict[str, list[Any]]] = {}
     for theirs in reversed(collectives.gather_json(mine)):
         everybody.update(theirs)
     return everybody
+
+
+def _own_kinds(optimizer: SlicedOptimizer) -> dict[str, dict[str, list[Any]]]:
+    mine: dict[str, dict[str, list[Any]]] = {}
+    for entry in optimizer.slice_states():
+        subject = f"The state {entry.key!r} of {entry.fqn!r}"
+        mine.setdefault(entry.fqn, {})[entry.key] = describe_kind(entry.value, entry.piece.numel, subject)
+    return mine
 
 
 def _element_keys(
@@ -271,25 +273,25 @@ def _table_of(optimizer: SlicedOptimizer, state_dict: dict[str, Any]) -> dict[st
     Raises:
         CheckpointError: It is no optimizer state, or that of other param groups or parameters.
     """
-    fix = (
-        "Build the optimizer as it was when the state was saved: the same param groups and parameters, those "
-        "added later (add_param_group) included."
-    )
     try:
-        groups, state = state_dict["param_groups"], state_dict["state"]
-        saved = [len(group["params"]) for group in groups]
-    except (KeyError, TypeError) as error:
+        return _read_table(optimizer, state_dict["param_groups"], state_dict["state"])
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
             what=f"This is no optimizer state: {type(error).__name__}: {error}.",
             why="torch's own format is a dict with 'state' and 'param_groups'; rank 0 must pass it.",
             fix="Pass what `optimizer.state_dict()` returned on rank 0.",
         ) from error
+
+
+def _read_table(optimizer: SlicedOptimizer, groups: Any, state: Any) -> dict[str, Any]:
+    saved = [len(group["params"]) for group in groups]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if saved != here:
         raise CheckpointError(
             what=f"The saved optimizer has param groups of {saved} parameters, this one of {here}.",
             why="State is matched to parameters by their position in the groups.",
-            fix=fix,
+            fix="Build the optimizer as it was when the state was saved: the same param groups and "
+            "parameters, those added later (add_param_group) included.",
         )
     ids = [index for group in groups for index in group["params"]]
     return {

@@ -1,6 +1,6 @@
 """One rank's part of something that all ranks do, so that all of them raise if one fails.
 
-Called by whatever writes or reads checkpoints. It must not know what the work is.
+Called by whatever writes or reads checkpoints and optimizer state. It must not know what the work is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def agreed(collectives: Collectives, work: Callable[[], T]) -> T:
 
 def _told(raised: Exception) -> CheckpointError:
     """Return another library's exception as one that all ranks can raise."""
-    why = "It was raised while a checkpoint was written or read; the traceback above says where."
+    why = "It was raised while state was written or read; the traceback above says where."
     fix = "If the error is not yours, please report it."
     if isinstance(raised, OSError):
         why, fix = "The file system refused.", "Check free space, permissions and the path."
