@@ -134,6 +134,12 @@ def default_timeout(device: torch.device) -> datetime.timedelta | None:
     return timeout
 
 
+def num_begun_by_default() -> int:
+    """Return how many collectives the default process group has begun on this rank, 0 without a group."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return 0 if group is None else int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
 class RankStore(Protocol):
     """What is used of torch's stores, which come without types."""
 

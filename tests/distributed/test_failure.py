@@ -101,6 +101,44 @@ def test_a_call_on_one_rank_only_is_a_parting_too() -> None:
 
 
 @distributed(world_size=2)
+def test_torchs_own_barrier_on_one_rank_only_is_a_parting_with_its_line() -> None:
+    look_often()
+    texts = [
+        "rank 1 waits in torch.distributed.barrier(), which rank 0 has not begun",
+        "rank 1 at test_failure.py:",
+    ]
+    with training() as (_, _, step):
+        with expect_error(zs.ShardingError, texts):
+            if rank() == 1:
+                dist.barrier()  # returns when rank 0 has been told and joins in
+            step()
+        if rank() == 0:
+            dist.barrier()
+
+
+@distributed(world_size=2)
+def test_ranks_that_are_slow_in_torchs_own_collectives_are_waited_for() -> None:
+    look_often()
+    with training() as (_, _, step):
+        with subtest("a rank comes late"):
+            if rank() == 1:
+                time.sleep(2.5)
+            dist.barrier()
+            step()
+        with subtest("one has passed, and waits already in a gather for the other, who comes late"):
+            if rank() == 1:
+                time.sleep(2.5)
+            dist.broadcast(torch.ones(8), src=0)
+            step()
+        with subtest("in another group"):
+            group = dist.new_group()
+            if rank() == 1:
+                time.sleep(2.5)
+            dist.barrier(group=group)
+            step()
+
+
+@distributed(world_size=2)
 def test_a_slow_rank_is_waited_for_and_named_in_one_line() -> None:
     look_often()
     watch.REPORT_S = 1.0

@@ -61,6 +61,25 @@ def test_a_parting_long_ago_is_found_as_long_as_it_is_remembered() -> None:
     assert found is not None and "number 1 " in found
 
 
+BARRIER, BROADCAST = (("default", f"torch.distributed.{name}()") for name in ("barrier", "broadcast"))
+
+
+def test_a_collective_of_the_default_group_is_compared_by_the_number_begun() -> None:
+    found = find_divergence([notes_of(0, BARRIER), notes_of(1, GATHER_A)], world_size=2)
+    assert found is not None
+    assert "rank 0 waits in torch.distributed.barrier(), which rank 1 has not begun" in found
+    assert "rank 1 waits in the all-gather of bucket 'a', which rank 0 has not begun" in found
+    found = find_divergence([notes_of(0, BARRIER), notes_of(1, BROADCAST)], world_size=3)
+    assert found is not None and "barrier() on rank 0; torch.distributed.broadcast() on rank 1" in found
+
+
+def test_a_parting_says_on_which_lines_of_the_users_code_ranks_stand() -> None:
+    lines = ["train.py:3: trainer.save_checkpoint(path)", "train.py:9: trainer.fit(model)"]
+    notes = [notes_of(rank, each)._replace(line=lines[rank]) for rank, each in enumerate([GATHER_A, MESSAGE])]
+    found = find_divergence(notes, world_size=2)
+    assert found is not None and found.endswith(f" There rank 0 at {lines[0]}; rank 1 at {lines[1]}.")
+
+
 @pytest.mark.parametrize(
     "notes",
     [
@@ -73,6 +92,10 @@ def test_a_parting_long_ago_is_found_as_long_as_it_is_remembered() -> None:
         pytest.param(
             [notes_of(0, GATHER_A, REDUCE_A), notes_of(1, GATHER_A, GATHER_B, waits_for=0)],
             id="one_waits_for_the_other_who_waits_for_a_transfer",
+        ),
+        pytest.param(
+            [notes_of(0, BARRIER), notes_of(1, BARRIER, GATHER_A)],
+            id="one_waits_in_a_barrier_that_the_other_has_passed",
         ),
     ],
 )

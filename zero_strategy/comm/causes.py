@@ -63,9 +63,11 @@ def have_parted(what: str) -> ShardingError:
     return ShardingError(
         what=what,
         why="A collective needs all ranks, in one order; these can never meet.",
-        fix="Every rank must run the same modules in the same order, and as many batches, forwards, "
-        "backwards, steps and calls of the engine as the others. A module that runs on some ranks only must "
-        "be one unit with its siblings: name its parent in zero_optimization.leaf_module.classes or .names.",
+        fix="Every rank must make the same calls: take save_checkpoint, barrier, broadcast, all_gather, "
+        "log(sync_dist=True) and the like out of `if trainer.is_global_zero:`. And it must run the same "
+        "modules in the same order, and as many batches, forwards, backwards and steps as the others. A "
+        "module that runs on some ranks only must be one unit with its siblings: name its parent in "
+        "zero_optimization.leaf_module.classes or .names.",
     )
 
 

@@ -7,7 +7,9 @@ collectives, read by the watch's thread. Knows neither tensors nor process group
 [Note: When ranks have parted]
 Two things prove it, and slowness proves neither. The n-th collective of a group has another name on two
 ranks: it is one operation, so it would mix up what they mean. Or every rank waits, and each for something
-that some other rank has not begun: nobody can move. A rank that computes, compiles, writes a file or stands
+that some other rank has not begun: nobody can move. The default process group counts as well: what others
+than the engine call there (main_thread.py) is known by the number begun, and by name while a rank waits in
+it. A rank that computes, compiles, writes a file or stands
 in a debugger waits for nobody, so the others wait for it as long as the process group's timeout says.
 """
 
@@ -19,7 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
-Channel = Literal["gather", "reduce", "control", "other"]
+Channel = Literal["gather", "reduce", "control", "default"]
+_MOST_RANKS = 8  # in a message
 _KEPT = 256  # names per channel that are kept to compare: a few passes of a usual model
 
 
@@ -48,6 +51,7 @@ class Notes(NamedTuple):
     ticket: Ticket
     begun: dict[str, int]  # collectives begun, by channel
     recent: dict[str, list[str]]  # names of the latest, by channel
+    line: str = ""  # of the user's code, where the rank stands
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -108,10 +112,10 @@ def find_divergence(notes: Sequence[Notes], world_size: int) -> str | None:
     Returns:
         What happened, with ranks and names; None if nothing is proven.
     """
-    for channel in ("gather", "reduce", "control"):
+    for channel in ("gather", "reduce", "control", "default"):
         parted = _first_difference(channel, notes)
         if parted is not None:
-            return parted
+            return parted + _lines(notes)
     if len(notes) < world_size:
         return None
     missing = [[other.rank for other in notes if not _has_begun(other, note.ticket)] for note in notes]
@@ -121,7 +125,13 @@ def find_divergence(notes: Sequence[Notes], world_size: int) -> str | None:
         f"rank {note.rank} waits in {_lower(note.ticket.what)}, which rank {others[0]} has not begun"
         for note, others in zip(notes, missing, strict=True)
     ]
-    return "Every rank waits for another: " + "; ".join(lines[:8]) + "."
+    return "Every rank waits for another: " + "; ".join(lines[:_MOST_RANKS]) + "." + _lines(notes)
+
+
+def _lines(notes: Sequence[Notes]) -> str:
+    """Say where in the user's code the ranks stand."""
+    lines = [f"rank {note.rank} at {note.line}" for note in notes if note.line]
+    return f" There {'; '.join(lines[:_MOST_RANKS])}." if lines else ""
 
 
 def _first_difference(channel: str, notes: Sequence[Notes]) -> str | None:

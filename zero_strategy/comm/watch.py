@@ -30,9 +30,10 @@ from typing import Any, TypeVar
 
 from zero_strategy.comm import causes
 from zero_strategy.comm.links import Links
+from zero_strategy.comm.main_thread import MainThread, users_line
 from zero_strategy.comm.processes import is_dead, own_process
 from zero_strategy.comm.waits import Notes, Waiting, Waits, find_divergence
-from zero_strategy.compat import RankStore
+from zero_strategy.compat import RankStore, num_begun_by_default
 from zero_strategy.errors import ShardingError
 from zero_strategy.log import LOGGER
 
@@ -83,6 +84,7 @@ class Watch:
         self._deadline = 0.0  # when this process is ended, once `failure` is known
         self._run_number = 0  # a late word about the run before must not end this one
         self._beat = 0
+        self._main_thread = MainThread()
         self._heard: dict[int, Notes] = {}  # by rank: the first note of the wait it is in
         self._reported = 0  # the serial of the wait reported last
         self._thread: threading.Thread | None = None
@@ -247,10 +249,12 @@ class Watch:
             waiting = self.waits.current
             if self.failure is not None:
                 self._get_out(waiting)
-            elif waiting is not None and time.monotonic() - waiting.since > LONG_WAIT_S:
-                self._look_into(waiting)
-            else:
+                continue
+            waiting = waiting or self._main_thread.look()
+            if waiting is None or time.monotonic() - waiting.since <= LONG_WAIT_S:
                 self._heard.clear()
+            else:
+                self._look_into(waiting)
         if self._is_abandoned:
             self._leave()
 
@@ -280,11 +284,11 @@ class Watch:
 
     def _look_into(self, waiting: Waiting) -> None:
         """Find out why a wait lasts: a rank that has ended, ranks that have parted, or only a slow one."""
-        self._beat += 1
-        note = self.waits.notes(self._rank, waiting, self._beat)
-        self._write(f"waits/{self._rank}", json.dumps(note.to_json()))
+        self._write(f"waits/{self._rank}", json.dumps(self._note(waiting).to_json()))
+        is_ours = waiting.ticket.channel != "default"
         consequence = f"Rank {self._rank} waits in {waiting.ticket.what}."
-        if (gone := self._find_gone(consequence)) is not None:
+        # In other people's collectives a rank whose engine is closed may well join in.
+        if is_ours and (gone := self._find_gone(consequence)) is not None:
             self._end_all(gone)
             return
         notes = self._steady_notes()
@@ -292,13 +296,22 @@ class Watch:
         waited_s = time.monotonic() - waiting.since
         if parted is not None and (len(notes) > len(self._others) or waited_s > 2 * LONG_WAIT_S):
             self._end_all(causes.have_parted(parted))  # named better once all have told
-        elif waited_s > REPORT_S and self._reported != waiting.serial:
+        elif is_ours and waited_s > REPORT_S and self._reported != waiting.serial:
             self._reported = waiting.serial
-            self._report(waiting, {note.rank for note in notes} | {self._rank})
+            self._report(waiting, notes)
 
-    def _report(self, waiting: Waiting, ranks: set[int]) -> None:
-        """Say who waits, on one of the ranks that do."""
-        if min(ranks) == self._rank:
+    def _note(self, waiting: Waiting) -> Notes:
+        self._beat += 1
+        note = self.waits.notes(self._rank, waiting, self._beat)
+        note.begun["default"] = num_begun_by_default()
+        if waiting.ticket.channel == "default":
+            note.recent["default"] = [waiting.ticket.what]
+        return note._replace(line=users_line())
+
+    def _report(self, waiting: Waiting, notes: list[Notes]) -> None:
+        """Say who waits, on one of the ranks that wait for the engine."""
+        if all(note.rank >= self._rank for note in notes if note.ticket.channel != "default"):
+            ranks = {note.rank for note in notes} | {self._rank}
             busy = [rank for rank in range(len(self._others) + 1) if rank not in ranks]
             LOGGER.warning(
                 "Rank %d has waited %d s in %s. Ranks that wait for nobody: %s.",
