@@ -155,7 +155,7 @@ def test_an_interrupted_evaluation_leaves_no_average_in_the_weights_of_the_next_
     trainer = make_trainer(zero(3), callbacks=[average])
     with expect_error(RuntimeError, "interrupted"):
         trainer.fit(module, loader(), loader(2))
-    with expect_error(zs.ShardingError, "swap_out()"):
+    with expect_error(zs.ShardingError, "This rank has failed (RuntimeError: interrupted)"):
         trainer.strategy.lightning_module_state_dict()
     module.num_validations = -10
     second = make_trainer(zero(3), callbacks=[average], max_epochs=1)
@@ -235,6 +235,32 @@ def test_lightnings_averages_resume_as_under_ddp_below_stage_3(tmp_path: Path) -
                 path = folder / "epoch=1.ckpt"
                 found = fit(again, module, callbacks=[callback()], max_epochs=4, ckpt_path=path)
                 assert_same_weights(found.weights, expected.weights)
+
+
+@distributed(world_size=2, timeout=120)
+def test_a_16_bit_run_with_lightnings_average_resumes_exactly_from_both_kinds(tmp_path: Path) -> None:
+    """The file has the average where weights are; masters belong to the weights that were trained."""
+    settings: dict[str, Any] = {"precision": "bf16-true", "max_epochs": 2, "num_batches": 3}
+    with subtest("uninterrupted"):
+        expected = fit(zero(2), callbacks=[stock_ema()], **settings)
+    for kind, first, second in (("full", 1, 2), ("sharded", 2, 1)):
+        with subtest(f"{kind}, stages {first} and {second}"):
+            folder = tmp_path / kind
+            callbacks = [stock_ema(), ModelCheckpoint(dirpath=folder, filename="half")]
+            half = {**settings, "max_epochs": 1, "enable_checkpointing": True}
+            fit(zero(first, state_dict_type=kind), callbacks=callbacks, **half)
+            path = folder / "half.ckpt"
+            found = fit(
+                zero(second, state_dict_type=kind), callbacks=[stock_ema()], ckpt_path=path, **settings
+            )
+            assert_same_weights(found.trainer.strategy.engine.full_state_dict(), expected.weights)
+            assert torch.equal(torch.stack(found.module.losses), torch.stack(expected.module.losses[3:]))
+        with subtest(f"{kind}, evaluated without the callback"):
+            module, trainer = TinyModule(), make_trainer(zero(second), precision="bf16-true")
+            trainer.validate(module, loader(2), ckpt_path=path, verbose=False)
+            if rank() == 0 and kind == "full":
+                average = torch.load(path, weights_only=True)["state_dict"]["head.weight"]
+                assert torch.equal(module.head.weight, average.bfloat16())
 
 
 class OwnAverage(EMAWeightAveraging):

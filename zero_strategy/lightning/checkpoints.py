@@ -28,11 +28,12 @@ from zero_strategy.errors import CheckpointError
 from zero_strategy.lightning import checkpoint_files, rng
 from zero_strategy.lightning.checkpoint_files import MASTERS_KEY, has_16_bit_weights
 from zero_strategy.lightning.finetuning import restore_param_groups
+from zero_strategy.lightning.stock_callbacks import trained_weights_key
 from zero_strategy.log import log_event
 
 RNG_KEY = "zero_strategy_rng"  # in a checkpoint: the state of each rank's random number generators
 # Taken over at once, so they may stay mapped from the file; anybody may keep the rest.
-MAPPED_KEYS = ("state_dict", "optimizer_states", MASTERS_KEY)
+MAPPED_KEYS = ("state_dict", "current_model_state", "optimizer_states", MASTERS_KEY)
 
 _Base: Any = object
 
@@ -119,6 +120,10 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
                 engine, checkpoint_path, weights_only=weights_only
             )
             weights = self._opened.weights()
+            key = self._trained_weights_key(content)
+            if key != "state_dict":
+                content[key] = dict(weights.items())
+                weights = self._opened.weights()
             weights.update(content.get("state_dict", {}))  # what on_save_checkpoint has added
             content = {**content, "state_dict": weights}
         else:
@@ -147,7 +152,8 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
         """Take over masters, optimizer states and random number generators. Collective."""
         self._restore_param_groups(checkpoint)
         if MASTERS_KEY in checkpoint:
-            merged = agreed(self.engine.collectives, lambda: _with_masters(checkpoint))
+            weights = checkpoint[self._trained_weights_key(checkpoint)]
+            merged = agreed(self.engine.collectives, lambda: _with_masters(weights, checkpoint[MASTERS_KEY]))
             self.engine.load_full_state_dict(merged, strict=False)
         states = checkpoint["optimizer_states"]
         if states:
@@ -171,13 +177,22 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
             self._opened.close()
         self._opened = self._rng_at_first_step = None
 
+    def _trained_weights_key(self, checkpoint: Mapping[str, Any]) -> str:
+        return trained_weights_key(self.lightning_module.trainer, self.namespace, checkpoint)
+
     def _restore_param_groups(self, checkpoint: Mapping[str, Any]) -> None:
         """Let finetuning callbacks put back the groups they had added; what was frozen gets masters then."""
         before = list(self.engine.buckets)
         restore_param_groups(self.lightning_module.trainer, self.namespace)
-        if self._opened is not None and self.engine.buckets != before:
+        if self._opened is None:
+            return
+        is_average = self._trained_weights_key(checkpoint) != "state_dict"
+        if is_average or self.engine.buckets != before:
             with self._opened as opened:
-                opened.load_weights(checkpoint["state_dict"], strict=False)
+                # Read anew they have their masters, of which `load_state_dict` knows nothing.
+                opened.load_weights(
+                    opened.weights() if is_average else checkpoint["state_dict"], strict=False
+                )
 
     def _load_optimizers(self, states: list[dict[str, Any]]) -> None:
         if len(states) != len(self.optimizers):
@@ -260,8 +275,7 @@ def _owned(content: dict[str, Any]) -> dict[str, Any]:
     return {**content, **checkpoint_files.own(rest)}
 
 
-def _with_masters(checkpoint: Mapping[str, Any]) -> MorePreciseWeights:
+def _with_masters(weights: Mapping[str, Any], masters: Mapping[str, Any]) -> MorePreciseWeights:
     """Return the weights that have masters, as `on_load_checkpoint` may have edited them."""
-    weights, masters = checkpoint["state_dict"], checkpoint[MASTERS_KEY]
     there = {name: weights[name] for name in masters if name in weights}
     return MorePreciseWeights(there, masters.get)

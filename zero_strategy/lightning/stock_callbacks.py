@@ -8,6 +8,7 @@ user's count. Called by the strategy; must not know the engine.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from zero_strategy.errors import ConfigError
@@ -35,6 +36,22 @@ def find_writers(trainer: Any, namespace: str) -> list[tuple[Any, str]]:
         for name, kind in stock.items()
         if isinstance(callback, kind)
     ]
+
+
+def trained_weights_key(trainer: Any, namespace: str, checkpoint: Mapping[str, Any]) -> str:
+    """Return where a checkpoint has the weights that a run goes on from.
+
+    Lightning's WeightAveraging writes the average in their place and puts them elsewhere. It loads them into
+    the module in a resumed fit; without the callback, and in evaluation, the average is what is loaded.
+
+    Args:
+        trainer: The Trainer, its callbacks complete.
+        namespace: "lightning.pytorch" or "pytorch_lightning".
+        checkpoint: What is being loaded.
+    """
+    averages = any(name == "WeightAveraging" for _, name in find_writers(trainer, namespace))
+    moved = {"current_model_state", "averaging_state"} <= set(checkpoint)
+    return "current_model_state" if averages and moved and trainer.state.fn == "fit" else "state_dict"
 
 
 def refuse_at_stage_3(trainer: Any, namespace: str) -> ConfigError | None:
