@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_strategy as zs
-from tests.harness import distributed, rank, run_ranks, subtest
+from tests.harness import distributed, expect_error, rank, run_ranks, subtest
 from zero_strategy.bucketing import find_units
 from zero_strategy.cli import main
 
@@ -277,3 +278,31 @@ def _save_all(folder: Path) -> dict[str, dict[str, Any]]:
         whole[family] = {name: value.numpy() for name, value in engine.full_state_dict().items()}
         engine.close()
     return whole
+
+
+@distributed(world_size=2)
+def test_a_vocabulary_is_resized_before_sharding_and_refused_by_name_at_stage_3_afterwards() -> None:
+    """Case B007. Shapes are the whole ones, so nothing is made of 0 rows."""
+    for tied in (True, False):
+        with subtest(f"tied={tied}"):
+            model = llama(tied)
+            old = model.get_input_embeddings().weight.detach().clone()
+            model.resize_token_embeddings(VOCAB + 10)
+            config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+            engine = zs.ZeroEngine(model, config)
+            optimizer = engine.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            assert model.get_input_embeddings().weight.shape[0] == VOCAB + 10
+            with engine.unsharded_params():
+                new = model.get_input_embeddings().weight.detach().clone()
+            dist.broadcast(old, src=0)  # rank 0's weights are everybody's
+            assert torch.equal(new[:VOCAB], old)
+            with expect_error(zs.ShardingError, ["model.embed_tokens.weight", "unsharded_params"]):
+                model.resize_token_embeddings(VOCAB)
+            assert model.config.vocab_size == VOCAB + 10
+            ids = torch.randint(3, VOCAB + 10, (2, 8))
+            for _ in range(2):
+                engine.backward(model(input_ids=ids, labels=ids).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            weights = engine.full_state_dict()
+            assert rank() or weights["lm_head.weight"].shape[0] == VOCAB + 10
