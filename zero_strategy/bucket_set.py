@@ -84,7 +84,12 @@ class BucketSet:
             self._exchange(bucket, members)
         if moving:
             numel = sum(param.numel() for param in moving)
-            log_event(f"{len(moving)} frozen parameters of {numel:,} elements are trained from now on.")
+            num_still = sum(not param.requires_grad for param in moving)
+            still = f" {num_still} of them require no gradient at this moment." if num_still else ""
+            log_event(
+                f"{len(moving)} parameters of {numel:,} elements that were frozen can be trained from now on."
+                + still
+            )
 
     # -- queries --
 

@@ -142,6 +142,9 @@ def _refuse(cls: type[FreedTensor], action: str, args: tuple[Any, ...], kwargs: 
     flattened = [y for x in everything for y in (x if isinstance(x, list | tuple) else [x])]
     freed = [x for x in flattened if isinstance(x, FreedTensor)]
     who = type(freed[0]).describe(freed[0]) if freed else cls.__name__
+    if action == "backward":
+        raise _refuse_inputs(who)
+    action = "detach (by state_dict() or a user)" if action == "detach" else action
     raise ShardingError(
         what=f"{action} was called on {who}, which is sharded at this moment.",
         why="At stage 3 a rank holds its shard of a parameter only; the whole values exist around the "
@@ -149,5 +152,16 @@ def _refuse(cls: type[FreedTensor], action: str, args: tuple[Any, ...], kwargs: 
         fix="To read or change weights: `with engine.unsharded_params(writeback=...)`. To save: "
         "`engine.full_state_dict()` or `engine.save_checkpoint(path)`. To load: "
         "`engine.load_full_state_dict(sd)` or `engine.load_checkpoint(path)`. To use a weight in a forward: "
-        "call the module that owns it.",
+        "call the module that owns it. In a Trainer the engine is `trainer.strategy.engine`, in Fabric "
+        "`fabric.strategy.engine_of(model)`; `trainer.save_checkpoint(path)` and `fabric.save` save too.",
+    )
+
+
+def _refuse_inputs(who: str) -> ShardingError:
+    """Return what is raised for a loss that was told which gradients to compute."""
+    return ShardingError(
+        what=f"backward(inputs=...) names {who}, which is sharded at this moment.",
+        why="torch looks at the tensors themselves before it begins, and at stage 3 they are not here.",
+        fix="Leave `inputs` out, and call requires_grad_(False) for what should get no gradient; or call "
+        "backward inside `with engine.unsharded_params():`.",
     )

@@ -307,9 +307,11 @@ class GradReducer:
         if self._told_unused:
             return
         self._told_unused = True
-        pairs = ((b.layout.params, flags) for b, flags in zip(self._buckets, used, strict=True))
         names = [
-            spec.fqn for specs, flags in pairs for spec, flag in zip(specs, flags, strict=True) if not flag
+            spec.fqn
+            for bucket, flags in zip(self._buckets, used, strict=True)
+            for spec, param, flag in zip(bucket.layout.params, bucket.params, flags, strict=True)
+            if not flag and param.requires_grad  # one that is frozen for a while is meant to be
         ]
         if names:
             log_event(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from lightning.pytorch.strategies import DDPStrategy
@@ -25,6 +26,7 @@ from tests.integrations.lightning_support import (
     assert_same_losses,
     assert_same_weights,
     fit,
+    listen,
     zero,
 )
 
@@ -117,6 +119,22 @@ def test_backbone_finetuning_trains_as_under_ddp() -> None:
                 assert_same(tune(zero(stage), make()), wanted)
 
 
+def is_equal_on_all_ranks(tensor: Tensor) -> bool:
+    others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, tensor.detach())
+    return all(torch.equal(other, tensor) for other in others)
+
+
+@distributed(world_size=2)
+def test_stock_ddp_leaves_weights_that_are_unfrozen_late_apart_on_the_ranks_and_zero_does_not() -> None:
+    for name, strategy in {"ddp": DDPStrategy(), "stage 1": zero(1), "stage 2": zero(2)}.items():
+        with subtest(name):
+            outcome = fit(strategy, Transfer, num_batches=3, max_epochs=4, callbacks=[backbone_finetuning()])
+            stem = outcome.module.backbone["stem"].weight
+            assert is_equal_on_all_ranks(stem) == (name != "ddp")
+            assert is_equal_on_all_ranks(outcome.module.head[0].weight)
+
+
 class Resumable(BackboneFinetuning):
     """Goes on training the backbone after a resume; Lightning's own leaves it frozen then."""
 
@@ -168,6 +186,16 @@ def test_a_run_resumed_after_the_unfreezing_goes_on_as_under_ddp(tmp_path: Path)
 
 def masters_of(outcome: Outcome) -> dict[str, Tensor]:
     return outcome.trainer.strategy.engine.full_state_dict(dtype=torch.float32)
+
+
+@distributed(world_size=2, timeout=120)
+def test_a_resumed_run_does_not_say_that_what_stays_frozen_is_trained_or_unused(tmp_path: Path) -> None:
+    save(zero(2), tmp_path / "late", backbone_finetuning())
+    lines = listen()
+    tune(zero(2), backbone_finetuning(), ckpt_path=tmp_path / "late")
+    told = [line for line in lines if "that were frozen can be trained from now on" in line]
+    assert len(told) == 1 and "require no gradient at this moment" in told[0], lines
+    assert not any("used on no rank" in line for line in lines), lines
 
 
 @distributed(world_size=2, timeout=240)

@@ -7,8 +7,9 @@ change; where a run works, Lightning's `DDPStrategy`, tolerance 0. A hang is end
 from __future__ import annotations
 
 import copy
+import io
 import json
-import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.integrations.lightning_support import (
     assert_same_weights,
     ddp,
     fit,
+    listen,
     loader,
     make_trainer,
     whole_weights,
@@ -68,12 +70,7 @@ def test_batch_numbers_that_the_loader_or_the_trainer_does_not_have_are_refused_
 @distributed(world_size=2)
 def test_bucket_sizes_left_to_a_front_end_are_the_defaults_and_said_so() -> None:
     """A Trainer knows no hidden size to derive them from."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zero_strategy")
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
+    lines = listen()
     names = [
         "reduce_bucket_size",
         "stage3_prefetch_bucket_size",
@@ -179,6 +176,33 @@ def test_modules_without_anything_to_train_run_at_every_stage() -> None:
                 assert_same_weights(found.weights, cls().state_dict())
 
 
+class CastsItself(TinyModule):
+    """Parameters in bf16, and a forward that casts what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.bfloat16()).float()
+
+
+@distributed(world_size=2)
+def test_what_the_trainer_does_with_clipping_and_with_batches_is_said_beside_the_config() -> None:
+    lines = listen()
+    with subtest("clipping"):
+        fit(zero(2), gradient_clip_val=0.5, **SHORT)
+        assert any("The Trainer clips gradients by norm (gradient_clip_val=0.5)" in line for line in lines)
+    with subtest("a module in bf16 and a Trainer in fp32"):
+        found = fit(zero(3), CastsItself, **SHORT)
+        assert found.module.first.weight.dtype == torch.bfloat16 and len(found.module.losses) == 2
+        assert any("pass precision=" in line and "CastsItself" in line for line in lines)
+    with subtest("nothing to say"):
+        lines.clear()
+        fit(zero(3), **SHORT)
+        assert not any("precision=" in line or "clips" in line for line in lines)
+
+
 # -- what is done to a module that is sharded already --------------------------------------------------------
 
 
@@ -199,7 +223,10 @@ def test_what_would_lose_shards_is_refused_by_name() -> None:
         "half": (lambda module: module.half(), ["half was called on parameter 'first.weight'"]),
         "to": (lambda module: module.to(torch.float64), ["to was called on parameter 'first.weight'"]),
         "deepcopy": (lambda module: copy.deepcopy(module.blocks[1]), ["deep-copied"]),
-        "state_dict": (lambda module: module.trainer.model.state_dict(), ["engine.full_state_dict()"]),
+        "state_dict": (
+            lambda module: module.trainer.model.state_dict(),
+            ["by state_dict()", "engine.full_state_dict()", "the engine is `trainer.strategy.engine`"],
+        ),
     }
     for name, (touch, contains) in at_stage_3.items():
         with subtest(f"{name}, stage 3"), expect_error(zs.ShardingError, contains):
@@ -211,6 +238,27 @@ def test_what_would_lose_shards_is_refused_by_name() -> None:
         with subtest(f"looked at, stage {stage}"):
             look = Touches(lambda module: (copy.deepcopy(module.blocks), module.trainer.model.state_dict()))
             assert fit(zero(stage), lambda look=look: look, **SHORT).trainer.global_step == 2
+
+
+@distributed(world_size=2)
+def test_pickles_and_copies_of_what_leads_to_process_groups_are_refused_readably() -> None:
+    actions: dict[str, Any] = {
+        "pickled module": pickle.dumps,
+        "saved module": lambda module: torch.save(module, io.BytesIO()),
+        "pickled strategy": lambda module: pickle.dumps(module.trainer.strategy),
+        "copied strategy": lambda module: copy.deepcopy(module.trainer.strategy),
+        "pickled engine": lambda module: pickle.dumps(module.trainer.strategy.engine),
+    }
+    for stage in (1, 3):
+        for name, action in actions.items():
+            with subtest(f"{name}, stage {stage}"), expect_error(zs.ShardingError, ["copied"]) as info:
+                fit(zero(stage), lambda action=action: Touches(action), **SHORT)
+            assert info.value.fix
+    outcome = fit(zero(1), **SHORT)
+    outcome.trainer.strategy.engine.close()
+    module = copy.copy(outcome.module)
+    module.trainer = None
+    assert torch.equal(pickle.loads(pickle.dumps(module)).first.weight, outcome.module.first.weight)
 
 
 @distributed(world_size=2)

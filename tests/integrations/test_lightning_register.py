@@ -139,6 +139,15 @@ def test_mistaken_name_is_answered_with_the_right_ones(name: str) -> None:
     assert repr(name.lower()) in info.value.what and info.value.why
 
 
+@pytest.mark.parametrize("name", ["zero_3", "zero-3", "Zero 3", "ZeRO_Stage_3", "zero_stage3"])
+def test_a_name_that_is_nearly_right_is_answered_with_the_one_that_was_meant(name: str) -> None:
+    pytest.importorskip("lightning.pytorch")
+    with pytest.raises(zs.ConfigError) as info:
+        _trainer(name)
+    assert info.value.fix == "Use 'zero3'."
+    assert isinstance(_trainer("ZeRO3").strategy, zs.ZeroStrategy)  # Lightning does not mind capitals
+
+
 @pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload", "zero3_nvme"])
 def test_offload_is_refused_when_the_strategy_is_made(name: str) -> None:
     pytest.importorskip("lightning.pytorch")

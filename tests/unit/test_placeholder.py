@@ -140,6 +140,13 @@ def test_reading_or_writing_values_is_refused_and_changes_nothing(action: str, f
     assert type(freed.module.weight) is nn.Parameter
 
 
+def test_a_backward_that_names_its_inputs_is_told_what_to_write(freed: Freed) -> None:
+    loss = torch.ones((), requires_grad=True) * 2
+    with pytest.raises(ShardingError, match=r"backward\(inputs=...\) names parameter 'block.weight'") as info:
+        loss.backward(inputs=[freed.weight])
+    assert "requires_grad_(False)" in info.value.fix
+
+
 def test_the_message_names_the_parameter_and_the_action(freed: Freed) -> None:
     with pytest.raises(ShardingError, match=r"sum was called on parameter 'block\.weight'"):
         freed.weight.sum()

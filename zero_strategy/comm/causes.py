@@ -92,3 +92,15 @@ def unexplained(what: str, error: BaseException) -> ShardingError:
         "modules are one unit if they are named in zero_optimization.leaf_module. Waiting ends at the "
         "process group's timeout (init_process_group(timeout=...)).",
     )
+
+
+def was_pickled() -> ShardingError:
+    """Return what is raised when something is pickled or copied that leads to process groups."""
+    return ShardingError(
+        what="Something was pickled or deep-copied that belongs to a ZeroEngine: a sharded module, its "
+        "engine, or a strategy or Trainer that has one.",
+        why="Process groups, threads and shards are this process's own.",
+        fix="To keep weights: engine.full_state_dict(), engine.save_checkpoint(path), or the Trainer's and "
+        "Fabric's own ways to save. To copy a module: before it is sharded, or after engine.close() (below "
+        "stage 3).",
+    )

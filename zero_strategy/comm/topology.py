@@ -15,10 +15,12 @@ import contextlib
 import os
 import weakref
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from zero_strategy.comm.causes import was_pickled
 from zero_strategy.comm.links import Links
 from zero_strategy.comm.watch import Watch
 from zero_strategy.compat import (
@@ -116,6 +118,9 @@ class Topology:
         self.gather_group = self.reduce_group = self.control_group = None
         _destroy(groups)
 
+    def __reduce__(self) -> NoReturn:
+        raise was_pickled()
+
 
 def _give_up(watch: Watch, groups: Sequence[dist.ProcessGroup], pid: int) -> None:
     """Do what `close` does, from within the garbage collector."""
@@ -131,7 +136,6 @@ def _destroy(groups: Sequence[dist.ProcessGroup | None]) -> None:
         # The default group may be gone already, and every other group with it.
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
-
 
 def usual_device() -> torch.device:
     """Return where tensors go that are on none yet: the CPU, or this rank's GPU in a group for GPUs only."""

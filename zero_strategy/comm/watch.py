@@ -26,7 +26,7 @@ import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from zero_strategy.comm import causes
 from zero_strategy.comm.links import Links
@@ -334,6 +334,9 @@ class Watch:
         return steady
 
     # -- helpers --
+
+    def __reduce__(self) -> NoReturn:
+        raise causes.was_pickled()
 
     def _failed_key(self) -> str:
         return f"failed/{self._run_number}"

@@ -36,7 +36,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 # Lightning's own message for an unknown name lists its own strategies only: these likely slips do answer.
-MISTAKEN_NAMES = ("zero", "zero0", "zero4", "zero5")
+_BETWEEN = ("_", "-", " ", "_stage_", "_stage", "-stage-", " stage ")
+MISTAKEN_NAMES = ["zero", "zero0", "zero4", "zero5", *(f"zero{b}{n}" for n in (1, 2, 3) for b in _BETWEEN)]
 
 log = logging.getLogger(__name__)
 
@@ -161,11 +162,14 @@ def _new_strategy(namespace: str, **keywords: Any) -> Any:
 
 
 def _refuse_name(mistaken: str) -> None:
+    meant = f"zero{mistaken[-1]}"
     working = [name for name, keywords in STRATEGIES.items() if set(keywords) == {"stage"}]  # no offload yet
     raise ConfigError(
         what=f"There is no strategy {mistaken!r}.",
         why="ZeRO has the stages 1, 2 and 3 (stage 0 is plain data parallelism: Lightning's own 'ddp').",
-        fix=f"Use one of {', '.join(working)}, or ZeroStrategy(stage=...) with your own settings.",
+        fix=f"Use {meant!r}."
+        if meant in working
+        else f"Use one of {', '.join(working)}, or ZeroStrategy(stage=...) with your own settings.",
     )
 
 

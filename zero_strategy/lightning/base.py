@@ -26,7 +26,7 @@ from zero_strategy.errors import ConfigError
 from zero_strategy.lightning.checkpoint_files import check_type
 from zero_strategy.lightning.endings import refuse_port, reporting
 from zero_strategy.lightning.other_strategies import refuse_others_keywords
-from zero_strategy.lightning.settings import load_config, shards_alike
+from zero_strategy.lightning.settings import load_config, note_uncast_batches, shards_alike
 from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.materialize import InitFn
 
@@ -205,6 +205,7 @@ def reusable_engine(module: nn.Module, config: ZeroConfig, precision: str) -> Ze
     """
     engine = find_engine(module)
     if engine is None:
+        note_uncast_batches(module, precision)
         return None
     if not engine.holds(module.parameters()):
         engine.close()  # `configure_model` has built the module anew

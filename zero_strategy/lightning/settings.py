@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 from zero_strategy.config import ZeroConfig
 from zero_strategy.config_source import BATCH_KEYS
 from zero_strategy.errors import ConfigError
@@ -136,6 +139,23 @@ def compare_batch_size(config: ZeroConfig, trainer: Any, world_size: int) -> Con
     return None
 
 
+def note_uncast_batches(module: nn.Module, precision: str) -> None:
+    """Say that nobody casts the batch for a module in 16 bits, where Lightning is told of fp32.
+
+    Args:
+        module: The user's.
+        precision: Of the precision plugin, such as "32-true".
+    """
+    dtypes = {param.dtype for param in module.parameters() if param.dtype in (torch.bfloat16, torch.float16)}
+    for dtype in dtypes if precision == "32-true" else ():
+        meant = "bf16-true" if dtype == torch.bfloat16 else "16-true"
+        log_once(
+            f"{type(module).__name__} has parameters in {str(dtype).removeprefix('torch.')} and Lightning "
+            f"precision={precision!r}, so batches stay as they are: the module casts them, or pass "
+            f"precision={meant!r}, which does."
+        )
+
+
 def shards_alike(first: ZeroConfig, second: ZeroConfig) -> bool:
     """Whether an engine built with one config does what the other asks for.
 
@@ -169,7 +189,13 @@ def _check_precision(config: ZeroConfig, precision: str) -> None:
 def _check_clipping(config: ZeroConfig, trainer: Any) -> None:
     value = trainer.gradient_clip_val
     algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", "norm"))
-    if value is None or not config.is_given("gradient_clipping"):
+    if value is None:
+        return
+    if not config.is_given("gradient_clipping"):
+        log_once(
+            f"The Trainer clips gradients by {algorithm} (gradient_clip_val={value}); the config's "
+            f"gradient_clipping = {config.gradient_clipping} adds nothing to that."
+        )
         return
     if value == config.gradient_clipping and algorithm == "norm":
         return

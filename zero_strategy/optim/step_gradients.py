@@ -71,7 +71,7 @@ class StepGradients:
         norm = global_norm(self._own(), norm_type, self._collectives) * self.factor
         if error_if_nonfinite:
             require_finite(norm, norm_type)
-        if not self._may_clip():
+        if not self._may_clip(only_measures=max_norm == math.inf):
             return norm
         self._overflowed, self._measured_at = not math.isfinite(norm), self._scaler.num_backwards
         self.clip_coefficient = float(clip_coefficient(norm, max_norm))
@@ -126,11 +126,11 @@ class StepGradients:
 
     # -- helpers --
 
-    def _may_clip(self) -> bool:
+    def _may_clip(self, only_measures: bool = False) -> bool:
         if not self._is_syncing():
             log_once("Clipping inside no_sync() does nothing: the gradients are still being accumulated.")
             return False
-        self.was_clipped = True
+        self.was_clipped = self.was_clipped or not only_measures
         return True
 
     def _multiply(self, factor: float) -> None:
