@@ -121,6 +121,7 @@ trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(64, 16)), batch_size=4
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
@@ -131,12 +132,10 @@ trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(64, 16)), batch_size=4
                 "torch.distributed.barrier() on rank 0; torch.distributed.broadcast() on rank 1",
                 ": self.trainer.strategy.barrier(); rank 1 at",
             ],
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             "log",
             ["which rank 0 has not begun", ': self.log("mean", x.mean(), sync_dist=True); rank 1 at'],
-            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -137,6 +137,7 @@ def _destroy(groups: Sequence[dist.ProcessGroup | None]) -> None:
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
+
 def usual_device() -> torch.device:
     """Return where tensors go that are on none yet: the CPU, or this rank's GPU in a group for GPUs only."""
     if dist.is_available() and dist.is_initialized():
