@@ -118,6 +118,7 @@ class Bucket:
         """
         self.index = index
         self.name = plan.name
+        self.unit = plan.unit
         self.policy = plan.policy
         self.trainable = plan.trainable
         self.is_root = plan.is_root

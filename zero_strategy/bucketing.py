@@ -56,7 +56,8 @@ class BucketPlan:
     """The parameters of one bucket, before anything is moved.
 
     Attributes:
-        name: For messages and profiles, such as `model.layers.3` or `root#2`.
+        name: For messages and profiles, such as `model.layers.3.float32#0`.
+        unit: Fully qualified name of the module that is whole or sharded as one (stage 3); '' for the root.
         fqns: First name of each parameter.
         params: The parameters themselves, in the order of `fqns`.
         policy: What is sharded.
@@ -68,6 +69,7 @@ class BucketPlan:
     """
 
     name: str
+    unit: str
     fqns: tuple[str, ...]
     params: tuple[nn.Parameter, ...]
     policy: BucketPolicy
@@ -241,6 +243,7 @@ def _plans_of(
             plans.append(
                 BucketPlan(
                     name=name,
+                    unit=names[kind.unit],
                     fqns=tuple(fqn for fqn, _ in chunk),
                     params=tuple(param for _, param in chunk),
                     policy=kind.policy,

@@ -14,11 +14,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 
 from zero_strategy.errors import ConfigError
 
-ONE_BUCKET = "one bucket"
+ONE_UNIT = "one unit"
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 # Defaults that no file can spell: they are left out, or null.
-UNWRITTEN = (ONE_BUCKET, PARAMETERS, GRADIENTS)
+UNWRITTEN = (ONE_UNIT, PARAMETERS, GRADIENTS)
 
 
 def _integral(value: object) -> int:
@@ -57,7 +57,7 @@ def _grad_accum_dtype(value: object) -> object:
 
 
 def _prefetch_numel(value: object) -> object:
-    if value == ONE_BUCKET:
+    if value == ONE_UNIT:
         return value
     if _integral(value) < 0:
         raise ValueError("should be 0 (none) or more")
@@ -81,7 +81,7 @@ Positive = Annotated[float, BeforeValidator(_real), Field(gt=0, allow_inf_nan=Fa
 ScalePower = Annotated[int, BeforeValidator(_integral), Field(ge=0, le=127)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
-PrefetchNumel = Annotated[int | Literal["one bucket"], BeforeValidator(_prefetch_numel)]
+PrefetchNumel = Annotated[int | Literal["one unit"], BeforeValidator(_prefetch_numel)]
 WireDtype = Annotated[Literal["gradients", "fp32", "fp16", "bf16"], BeforeValidator(_wire_dtype)]
 GradAccumDtype = Annotated[Literal["parameters", "fp32"], BeforeValidator(_grad_accum_dtype)]
 
@@ -117,15 +117,16 @@ class ZeroOptimization(Block):
 
     stage: Stage = 0
     """0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too. Default as in DeepSpeed."""
-    reduce_bucket_size: Count = 25_000_000
+    reduce_bucket_size: Count = 8_000_000
     """Elements per bucket: what is reduced, gathered and sharded together. DeepSpeed's default is 5e8; here
-    it is smaller, because it bounds what a bucket in flight holds unsharded."""
+    it is smaller, because it bounds what a bucket in flight holds unsharded, and because glibc keeps no block
+    above 32 MiB: each would be cleared page by page in every step. A wire of high latency wants more."""
     overlap_comm: StrictBool = True
     """Reductions run while backward goes on; false: each is waited for at once. The numbers are the same."""
     allgather_bucket_size: Count = 500_000_000
     """Elements all-gathered at a time after a step; a larger bucket travels in parts. Default as in
     DeepSpeed."""
-    sub_group_size: CountOrZero = 25_000_000
+    sub_group_size: CountOrZero = 8_000_000
     """Master elements the optimizer steps at a time, at least one bucket. Bounds the fp32 copies of 16-bit
     gradients that exist during a step, which DeepSpeed's default of 1e9 hardly does."""
     stage3_max_live_parameters: CountOrZero = 1_000_000_000
@@ -137,9 +138,9 @@ class ZeroOptimization(Block):
     """A bucket stays whole if its next use in the last pass's order is fewer elements away; 0: never.
     DeepSpeed's default of 1e9 keeps what it can whole from forward to backward: fewer gathers, and at stage 3
     the memory of stage 2. Here that is for you to choose."""
-    stage3_prefetch_bucket_size: PrefetchNumel = "one bucket"
-    """Elements gathered ahead of use, in the last pass's order; 0: none. Left out: the next bucket, whatever
-    its size, so that no more than two and the root are whole. DeepSpeed's default is 5e7."""
+    stage3_prefetch_bucket_size: PrefetchNumel = "one unit"
+    """Elements gathered ahead of use, in the last pass's order; 0: none. Left out: the next unit (a layer),
+    whatever its size, so that no more than two and the root are whole. DeepSpeed's default is 5e7."""
     stage3_param_persistence_threshold: CountOrZero = 100_000
     """Parameters with fewer elements stay whole at stage 3. Default as in DeepSpeed."""
     stage3_model_persistence_threshold: CountOrZero = sys.maxsize

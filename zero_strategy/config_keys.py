@@ -245,8 +245,8 @@ AUTO_HINTS: dict[str, str] = {
     "gradient_clipping": "the largest gradient norm, such as 1.0; 0 is off",
     "bf16.enabled": "true or false",
     "fp16.enabled": "true or false",
-    f"{ZERO_BLOCK}.reduce_bucket_size": "a number of elements, or leave it out (25000000)",
-    f"{ZERO_BLOCK}.stage3_prefetch_bucket_size": "a number of elements, or leave it out (the next bucket)",
+    f"{ZERO_BLOCK}.reduce_bucket_size": "a number of elements, or leave it out (8000000)",
+    f"{ZERO_BLOCK}.stage3_prefetch_bucket_size": "a number of elements, or leave it out (the next unit)",
     f"{ZERO_BLOCK}.stage3_param_persistence_threshold": "a number of elements, or leave it out (100000)",
     f"{ZERO_BLOCK}.stage3_gather_16bit_weights_on_model_save": "true or false, or leave it out (false)",
 }

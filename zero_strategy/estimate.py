@@ -122,13 +122,13 @@ def seed_table(num_params: int, world_size: int) -> tuple[SeedRow, ...]:
     return tuple(SeedRow(*row) for row in zip(names, formulas, totals, strict=True))
 
 
-def live_bytes(bucket_bytes: Sequence[int], root_bytes: int) -> int:
-    """Return the unsharded bytes stage 3 may hold at once: the root and the two largest other buckets.
+def live_bytes(unit_bytes: Sequence[int], root_bytes: int) -> int:
+    """Return the unsharded bytes stage 3 may hold at once: the root and the two largest other units.
 
-    The root stays whole; two, because one bucket is in use while the next is unsharded or the last reduced.
+    The root stays whole; two, because one unit is in use while the next is unsharded or the last reduced.
 
     Args:
-        bucket_bytes: Bytes of each whole bucket apart from the root, padding included.
+        unit_bytes: Bytes of the whole buckets of each unit apart from the root, padding included.
         root_bytes: Bytes of the root's whole buckets together.
 
     Returns:
@@ -136,7 +136,7 @@ def live_bytes(bucket_bytes: Sequence[int], root_bytes: int) -> int:
 
     Source: ZeRO, arXiv:1910.02054, section 5.3; the bound of two is this library's.
     """
-    return root_bytes + sum(sorted(bucket_bytes)[-2:])
+    return root_bytes + sum(sorted(unit_bytes)[-2:])
 
 
 # -- traffic --

@@ -8,7 +8,7 @@ nothing to do and no hook.
 [Note: When a bucket may go]
 In a forward, when no module that uses it is running. In a backward, when another one is needed (autograd
 works through one unit after the other, the latest first, so the former is done; should it not be, its
-modules' output hooks ask for it again), and at the end. So two buckets and the root are whole at once: the
+modules' output hooks ask for it again), and at the end. So two units and the root are whole at once: the
 one in use and the one gathered ahead; more if `stage3_prefetch_bucket_size` asks for more ahead. One that is
 needed again within `stage3_max_reuse_distance` is kept until then instead, if there is room.
 """
@@ -60,7 +60,6 @@ class ParamLifecycle:
                 tell.
         """
         self._buckets = [bucket for bucket, _ in buckets]
-        self._unit_of = {bucket: plan.modules[0] for bucket, plan in buckets}
         self._routing = {plan.modules[0] for _, plan in buckets if plan.routes}
         self._on_passed = on_passed
         self._require_same_order = require_same_order
@@ -90,11 +89,9 @@ class ParamLifecycle:
         if old not in self._num_users:
             return
         buckets = [bucket for bucket, _ in new]
-        self._unit_of.pop(old)
         self._live.forget(old)
         num_users, uses_left = self._num_users.pop(old), self._uses_left.pop(old)
-        for bucket, plan in new:
-            self._unit_of[bucket] = plan.modules[0]
+        for bucket in buckets:
             self._num_users[bucket], self._uses_left[bucket] = num_users, uses_left
         self._order.exchange(old, buckets)
         for table in (self._buckets, self._roots):
@@ -212,13 +209,12 @@ class ParamLifecycle:
             self._uses_left[bucket] += 1
         if self._live.kept.pop(bucket, None) is None:
             self._live.gather(bucket)
-        self._gather_ahead()
+        self._gather_ahead(bucket.unit)
 
     def _make_room(self, wanted: Bucket) -> None:
         """Let go of the units a backward has passed. See [Note: When a bucket may go]."""
-        unit = self._unit_of[wanted]
         for bucket in list(self._live.whole):
-            is_in_use = self._num_users[bucket] or self._unit_of[bucket] is unit
+            is_in_use = self._num_users[bucket] or bucket.unit == wanted.unit
             if bucket.is_root or is_in_use or bucket in self._live.kept:
                 continue
             self._uses_left[bucket] -= 1
@@ -233,10 +229,12 @@ class ParamLifecycle:
         else:
             self._live.kept[bucket] = next_use
 
-    def _gather_ahead(self) -> None:
-        """Start gathering what comes next, so that it travels while this one computes."""
+    def _gather_ahead(self, unit: str) -> None:
+        """Start gathering what comes next, so that it travels while this unit computes."""
         self._ahead = max(self._ahead, self._order.position)
         while (bucket := self._order.planned(self._ahead)) is not None:
+            if self._limits.prefetch_numel is None and not self._live.is_next(bucket.unit, after=unit):
+                return
             stays = bucket.is_root and bucket.is_whole
             if not stays and self._live.kept.get(bucket) != self._ahead:
                 # What is in use now, or on its way for an earlier use, is let go of before this one.

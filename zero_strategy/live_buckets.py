@@ -8,7 +8,7 @@ anyway once all the rest has gone. Must not know modules, passes or hooks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from zero_strategy.bucket import Bucket
 from zero_strategy.bucketing import BucketPlan
@@ -21,13 +21,16 @@ class LiveLimits(NamedTuple):
 
     max_live_numel: int  # whole or on their way at a time
     max_reuse_numel: int  # a bucket stays whole if fewer are needed before it is needed again
-    prefetch_numel: int | Literal["one bucket"]  # on their way ahead of use
+    prefetch_numel: int | None  # on their way ahead of use; None: those of the next unit
 
     @classmethod
     def of(cls, zero: ZeroOptimization) -> LiveLimits:
         """Read them from the config."""
+        ahead = zero.stage3_prefetch_bucket_size
         return cls(
-            zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
+            zero.stage3_max_live_parameters,
+            zero.stage3_max_reuse_distance,
+            None if isinstance(ahead, str) else ahead,
         )
 
 
@@ -59,23 +62,22 @@ class LiveBuckets:
         bucket.finish_unshard(handle)
         self.whole[bucket] = None
 
-    def gather_ahead(
-        self, bucket: Bucket, position: int, prefetch_numel: int | Literal["one bucket"]
-    ) -> bool:
+    def is_next(self, unit: str, *, after: str) -> bool:
+        """Tell whether no other unit but the one in use has buckets on their way."""
+        return {bucket.unit for bucket in self.under_way} <= {unit, after}
+
+    def gather_ahead(self, bucket: Bucket, position: int, prefetch_numel: int | None) -> bool:
         """Start gathering a bucket that will be needed, if that is within the limits. Collective.
 
         Args:
             bucket: The next to come that is neither whole nor on its way.
             position: When it is needed; what is kept for later than that makes room for it.
-            prefetch_numel: What may be on its way at a time.
+            prefetch_numel: What may be on its way at a time; None: as much as there is room for.
 
         Returns:
             Whether it was started.
         """
-        if prefetch_numel == "one bucket":
-            may_start = not self.under_way
-        else:
-            may_start = self._ahead_numel + _numel(bucket) <= prefetch_numel
+        may_start = prefetch_numel is None or self._ahead_numel + _numel(bucket) <= prefetch_numel
         later = [kept for kept, next_use in self.kept.items() if next_use > position] if may_start else []
         evictable_numel = sum(map(_numel, later))
         if not may_start or self._numel - evictable_numel + _numel(bucket) > self._max_numel:

@@ -7,6 +7,7 @@ named in the last column. It reads buckets and counts, and changes nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
@@ -181,13 +182,15 @@ def _sent_note(kind: str, facts: _Facts) -> str:
 
 
 def _live_text(facts: _Facts) -> str:
-    if facts.limits.max_reuse_numel or facts.limits.prefetch_numel not in (0, "one bucket"):
+    if facts.limits.max_reuse_numel or facts.limits.prefetch_numel not in (0, None):
         return f"at most {facts.limits.max_live_numel:,} elements, or what is used at a time"
     sharded = [bucket for bucket in facts.buckets if bucket.policy.shard_params]
     whole_bytes = {bucket: bucket.layout.padded_numel * bucket.flat.element_size() for bucket in sharded}
     root_bytes = sum(size for bucket, size in whole_bytes.items() if bucket.is_root)
-    other_bytes = [size for bucket, size in whole_bytes.items() if not bucket.is_root]
-    return f"at most the root and two buckets = {format_bytes(live_bytes(other_bytes, root_bytes))}"
+    unit_bytes: Counter[str] = Counter()
+    for bucket, size in whole_bytes.items():
+        unit_bytes[bucket.unit] += 0 if bucket.is_root else size
+    return f"at most the root and two units = {format_bytes(live_bytes([*unit_bytes.values()], root_bytes))}"
 
 
 def _stage_of(bucket: Bucket) -> int:

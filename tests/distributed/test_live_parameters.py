@@ -198,6 +198,19 @@ def test_a_larger_prefetch_bucket_gathers_as_many_units_ahead_as_it_has_room_for
             zero.close()
 
 
+@distributed(world_size=2)
+def test_by_default_all_buckets_of_the_next_unit_are_gathered_ahead_and_none_beyond() -> None:
+    zero = Zero(ROUTES, stage=3, reduce_bucket_size=15 * 15)  # weights and biases apart
+    recorder = Recorder(zero.engine)
+    for step in range(3):
+        recorder.take()
+        zero.backward(route_loss(zero.model, step))
+    forward = ["+root", "+a", "+a", "+b", "+b", "-a", "-a", "+c", "+c", "-b", "-b", "-c", "-c"]
+    backward = ["+c", "+c", "+b", "+b", "-c", "-c", "+a", "+a", "-b", "-b", "-a", "-a", "-root"]
+    assert recorder.take() == forward + backward
+    zero.close()
+
+
 # -- stage3_max_reuse_distance --
 
 

@@ -90,7 +90,7 @@ def test_bucket_sizes_left_to_a_front_end_are_the_defaults_and_said_so() -> None
         assert all(
             f'zero_optimization.{name} is "auto": Lightning derives no value' in text for name in names
         )
-        assert "the default counts: 25000000" in text
+        assert "the default counts: 8000000" in text
 
 
 @distributed(world_size=2)

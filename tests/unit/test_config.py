@@ -218,7 +218,7 @@ def test_masters_and_states_are_both_in_bf16_or_neither(key: str) -> None:
 def test_every_honoured_key_is_set_by_its_name(dotted: str) -> None:
     other = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 0.5, list: lambda v: ["A"]}
     default = DEFAULTS[dotted]
-    spelled = {"parameters": "fp32", "gradients": "fp32", "one bucket": 7}
+    spelled = {"parameters": "fp32", "gradients": "fp32", "one unit": 7}
     value = spelled[default] if isinstance(default, str) else other[type(default)](default)
     config = ZeroConfig.load({dotted: value} | ALONE_REFUSED.get(dotted, {}))
     block = config.to_dict()
