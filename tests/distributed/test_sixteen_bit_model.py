@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zero_strategy as zs
 from tests.harness import distributed, expect_error, rank, subtest
+from tests.storage_tracker import StorageTracker
 from zero_strategy.checkpoint import safetensors_io
 from zero_strategy.checkpoint.export import INDEX_NAME, MARKER_NAME
 from zero_strategy.errors import CheckpointError, ConfigError
@@ -98,7 +99,11 @@ def test_no_more_than_one_bucket_is_gathered_at_a_time_and_each_once(tmp_path: P
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
     engine = zs.ZeroEngine(model, zs.ZeroConfig(stage=3, reduce_bucket_size=64 * 64, **ASKED))
     engine.ledger.reset()
-    engine.save_16bit_model(tmp_path / "out", max_shard_size_bytes=3 * 64 * 64)
+    with StorageTracker() as tracker:
+        engine.save_16bit_model(tmp_path / "out", max_shard_size_bytes=3 * 64 * 64)
+    whole_bytes = 4 * 64 * 64
+    most = max(sum(num_bytes >= whole_bytes for num_bytes in alive.values()) for alive in tracker.history)
+    assert most == 1
     assert engine.ledger.comm["all_gather"]["calls"] == len(engine.buckets) == 6
     engine.close()
 

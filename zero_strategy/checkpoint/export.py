@@ -215,7 +215,7 @@ def _write_weights(source: Source, selection: _Selection, folder: Path, max_byte
     if not source.hf:
         metadata |= selection.tied
     weight_map: dict[str, str] = {}
-    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="consolidate", disable=None) as progress:
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="weights", disable=None) as progress:
         for index, shard in enumerate(shards, start=1):
             name = "model.safetensors"
             if len(shards) > 1:
@@ -224,13 +224,18 @@ def _write_weights(source: Source, selection: _Selection, folder: Path, max_byte
             with SafetensorsWriter(folder / name, [output.spec for output in shard], metadata) as writer:
                 for spec in writer.specs:
                     weight_map[spec.key] = name
-                    for chunk in source.chunks(fqn_of[spec.key]):
-                        writer.write(_converted(chunk, spec))
-                        progress.update(chunk.numel() * spec.dtype.itemsize)
+                    _write_tensor(writer, source.chunks(fqn_of[spec.key]), spec)
+                    progress.update(spec.num_bytes)
     if len(shards) > 1:
         ordered = {output.spec.key: weight_map[output.spec.key] for output in selection.outputs}
         index_json = {"metadata": {"total_size": total_bytes}, "weight_map": ordered}
         _write_json(folder / INDEX_NAME, index_json)
+
+
+def _write_tensor(writer: SafetensorsWriter, chunks: Iterator[Tensor], spec: TensorSpec) -> None:
+    # A function of its own, so that no chunk, a view of what the source keeps, outlives its tensor.
+    for chunk in chunks:
+        writer.write(_converted(chunk, spec))
 
 
 def _converted(chunk: Tensor, spec: TensorSpec) -> Tensor:
