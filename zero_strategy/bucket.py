@@ -19,6 +19,7 @@ from zero_strategy.buffers import empty_flat, free_storage, restore_storage, vie
 from zero_strategy.comm.collectives import Collectives, Handle
 from zero_strategy.comm.ledger import MemoryUse
 from zero_strategy.compat import get_versions, set_versions
+from zero_strategy.errors import ShardingError
 from zero_strategy.gradient_wire import GradWire
 from zero_strategy.layout import BucketLayout, ShardSlice
 from zero_strategy.log import span
@@ -252,7 +253,9 @@ class Bucket:
 
         A parameter whose `.data` was rebound (PEFT merges adapters so) counts as written.
         """
-        for param, view in zip(self.params, self.views(self.flat), strict=True):
+        for spec, param, view in zip(self.layout.params, self.params, self.views(self.flat), strict=True):
+            if param.shape != view.shape:
+                raise _resized(spec.fqn, param.shape, view.shape)
             if param.data_ptr() != view.data_ptr():
                 view.copy_(param.data)
         self.state.show()
@@ -345,3 +348,12 @@ def publish_all(buckets: Sequence[Bucket]) -> None:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _resized(fqn: str, found: torch.Size, wanted: torch.Size) -> ShardingError:
+    return ShardingError(
+        what=f"Parameter {fqn!r} has the shape {tuple(found)}, and had {tuple(wanted)} when it was sharded.",
+        why="Its place in the shards, the masters and the optimizer is of that size.",
+        fix="Resize the model (resize_token_embeddings) before sharding it, or save whole weights and build "
+        "another engine for the new model.",
+    )

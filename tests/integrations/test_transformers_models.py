@@ -306,3 +306,6 @@ def test_a_vocabulary_is_resized_before_sharding_and_refused_by_name_at_stage_3_
                 optimizer.zero_grad()
             weights = engine.full_state_dict()
             assert rank() or weights["lm_head.weight"].shape[0] == VOCAB + 10
+            texts = ["'model.embed_tokens.weight' has the shape", "before sharding"]
+            with expect_error(zs.ShardingError, texts), engine.unsharded_params(writeback=True):
+                model.resize_token_embeddings(VOCAB)
