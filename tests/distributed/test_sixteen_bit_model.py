@@ -19,7 +19,7 @@ from tests.harness import distributed, expect_error, rank, subtest
 from tests.storage_tracker import StorageTracker
 from zero_strategy.checkpoint import safetensors_io
 from zero_strategy.checkpoint.export import INDEX_NAME, MARKER_NAME
-from zero_strategy.errors import CheckpointError, ConfigError
+from zero_strategy.errors import CheckpointError, ConfigError, ShardingError
 
 ASKED = {"stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 0}
 
@@ -171,4 +171,24 @@ def test_transformers_loads_what_was_written(tmp_path: Path) -> None:
         assert loaded.dtype == torch.bfloat16
         for name, value in loaded.state_dict().items():
             assert torch.equal(value, whole[name]), name
+    engine.close()
+
+
+@distributed(world_size=2)
+def test_what_one_rank_has_done_to_its_model_is_raised_on_all_when_it_is_saved(tmp_path: Path) -> None:
+    engine = zs.ZeroEngine(Odd(), zs.ZeroConfig(stage=2))
+    weight = engine.model.inner[1].weight
+    kept = weight.data
+    if rank() == 1:
+        weight.data = kept.clone()
+    for name, call in (
+        ("full_state_dict", engine.full_state_dict),
+        ("save_checkpoint", lambda: engine.save_checkpoint(tmp_path / "c")),
+        ("save_16bit_model", lambda: engine.save_16bit_model(tmp_path / "out")),
+    ):
+        with subtest(name), expect_error(ShardingError, ["[rank 1]", "'inner.1.weight'", "other memory"]):
+            call()
+    assert not any(tmp_path.iterdir())
+    weight.data = kept
+    engine.save_16bit_model(tmp_path / "out")
     engine.close()

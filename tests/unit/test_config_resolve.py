@@ -91,6 +91,10 @@ def test_auto_that_is_left_is_refused_with_what_to_write() -> None:
 def test_auto_is_refused_where_no_front_end_resolves_it() -> None:
     error = refusal({"zero_optimization": {"stage": "auto", "zero_hpz_partition_size": "auto"}})
     assert "zero_optimization.stage" in error.what and "zero_hpz_partition_size" in error.what
+    for name in ("stage3_max_live_parameters", "stage3_max_reuse_distance"):
+        error = refusal({"zero_optimization": {"stage": 3, name: "auto"}})
+        assert f"zero_optimization.{name} = 'auto' (from config dict) stays unresolved" in error.what
+        assert "No front end" in error.why and "remove the key, which gives it its default" in error.fix
 
 
 def test_value_from_a_front_end_is_checked_like_any_other() -> None:
