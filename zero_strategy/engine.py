@@ -21,7 +21,7 @@ from zero_strategy.bucket import FREED_VERSION
 from zero_strategy.bucket_set import BucketSet
 from zero_strategy.bucketing import check_model, describe_model
 from zero_strategy.comm.collectives import Collectives
-from zero_strategy.comm.ledger import Ledger, MemoryUse
+from zero_strategy.comm.ledger import Ledger
 from zero_strategy.comm.topology import Topology
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine_checks import (
@@ -29,6 +29,7 @@ from zero_strategy.engine_checks import (
     check_not_sharded,
     check_not_wrapped,
     needs_sharded_weight,
+    step_at_rest,
 )
 from zero_strategy.engine_state import EngineState
 from zero_strategy.errors import ShardingError
@@ -40,6 +41,7 @@ from zero_strategy.materialize import Adoption, InitFn, check_first_values, shar
 from zero_strategy.module_buffers import BufferBroadcaster
 from zero_strategy.optim import full_state
 from zero_strategy.optim.elementwise import check_elementwise
+from zero_strategy.optim.ownership import Ownership
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer, StepSettings, check_params
 from zero_strategy.passes import BackwardPass, ForwardPass
 from zero_strategy.precision import Masters
@@ -107,7 +109,8 @@ class ZeroEngine(EngineState):
         self._masters = Masters(self.config)
         self._adopt(Adoption(model, self._bucket_set.planned(), where, param_init_fn))
         self.averages = Averages(self._masters)
-        self.optimizers: list[ShardedOptimizer] = []
+        self._ownership = Ownership(self._places)
+        self.optimizers = self._ownership.optimizers
         self.loss_scaler = loss_scaler or LossScaler(self.config.fp16, is_active=False)
 
         zero = self.config.zero_optimization
@@ -150,7 +153,7 @@ class ZeroEngine(EngineState):
         self._bucket_set.listen(self._reducer.exchange)
         self._bucket_set.listen(self._lifecycle.exchange)
         self._bucket_set.listen(self.averages.exchange)
-        self.ledger.watch(self._optimizer_memory)
+        self.ledger.watch(self._ownership.memory)
         self.ledger.watch(self.averages.memory)
         self.ledger.watch(self._collectives.memory)
         self._backward.listen(on_end=self._on_backward_end, on_abort=self.ledger.note_backward)
@@ -178,17 +181,18 @@ class ZeroEngine(EngineState):
         self._collectives.agree(
             check_not_wrapped(optimizer)
             or check_elementwise(optimizer)
-            or check_params(params, self._places, self._is_claimed)
+            or check_params(params, self._places, self._ownership.is_claimed)
         )
         self._collectives.require_same(
             full_state.describe_optimizer(optimizer, self._places), "The optimizer"
         )
+        self.wake()
         settings = StepSettings(
             before_step=self._before_step,
             is_syncing=lambda: self._reducer.is_syncing,
-            is_claimed=self._is_claimed,
+            is_claimed=self._ownership.is_claimed,
             make_trainable=self._make_trainable,
-            after_step=self.ledger.end_step,
+            after_step=self._after_step,
             scaler=self.loss_scaler,
             config=self.config,
         )
@@ -216,6 +220,7 @@ class ZeroEngine(EngineState):
         Raises:
             ShardingError: A weight was needed that is sharded at that moment.
         """
+        self.wake()
         before = self._backward.num_ended
         try:
             self.loss_scaler.scale_loss(loss).backward(**kwargs)
@@ -247,6 +252,8 @@ class ZeroEngine(EngineState):
 
     def _before_step(self) -> None:
         self._backward.check()
+        if self.is_resting:
+            raise step_at_rest()
         if not self._reducer.is_syncing:
             raise ShardingError(
                 what="step() was called inside no_sync().",
@@ -256,6 +263,10 @@ class ZeroEngine(EngineState):
         self._require_intact()
         self._lifecycle.reshard_idle()
         self.ledger.begin_step()
+
+    def _after_step(self) -> None:
+        self.ledger.end_step()
+        self._ownership.note_step()
 
     def _on_backward_end(self) -> None:
         self.ledger.note_backward()
@@ -278,8 +289,15 @@ class ZeroEngine(EngineState):
     # -- queries --
 
     def holds(self, params: Iterable[nn.Parameter]) -> bool:
-        """Whether these are the engine's parameters, all of them and no others."""
+        """Whether these are the engine's parameters, all of them and no others, and still in its memory."""
+        if self.is_resting and any(bucket.find_unbound() is not None for bucket in self.buckets):
+            return False  # whoever has trained it meanwhile has moved it
         return {id(p) for p in params} == {id(p) for bucket in self.buckets for p in bucket.params}
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether gradients are left to others. See `rest`."""
+        return not self._ownership.takes_gradients
 
     @property
     def collectives(self) -> Collectives:
@@ -288,11 +306,32 @@ class ZeroEngine(EngineState):
 
     # -- end --
 
+    def rest(self) -> None:
+        """Let anybody train the model until `wake`; for front ends, at the end of a run.
+
+        Another strategy, or a plain optimizer, finds the gradients where autograd puts them. State can be
+        saved as ever. Where parameters are sharded nobody else could use them, and nothing changes.
+        """
+        if self.is_resting or any(bucket.policy.shard_params for bucket in self.buckets):
+            return
+        self._forward.close()
+        self._reducer.close()
+        self._ownership.takes_gradients = False
+
+    def wake(self) -> None:
+        """Train the model again, from the values its parameters have now. Nothing to do for one awake."""
+        if self.is_resting:
+            self._ownership.takes_gradients = True
+            self._forward.open()
+            self._reducer.reopen()
+            self._masters.take_params()
+
     def close(self) -> None:
         """Take everything off the model that the engine has put on it, and give the process groups back.
 
         To be called on all ranks. At stage 3 the parameters stay sharded: take what you need before.
         """
+        self._ownership.close()
         root_methods.remove(self.model)
         self._forward.close()
         self._lifecycle.close()
@@ -324,12 +363,3 @@ class ZeroEngine(EngineState):
         self._bucket_set.make_trainable(params)
         if self._bucket_set.trains_fp16():
             self.loss_scaler.activate()
-
-    def _optimizer_memory(self) -> MemoryUse:
-        use = MemoryUse()
-        for optimizer in self.optimizers:
-            use.add(optimizer.memory())
-        return use
-
-    def _is_claimed(self, param: nn.Parameter) -> bool:
-        return any(param is held for optimizer in self.optimizers for held in optimizer.params())

@@ -79,6 +79,16 @@ def needs_sharded_weight() -> ShardingError:
     )
 
 
+def step_at_rest() -> ShardingError:
+    """Return what a step raises after `engine.rest()` if no backward of the engine's has come since."""
+    return ShardingError(
+        what="step() was called on an optimizer of a run that has ended.",
+        why="When a run ends, gradients are left to whoever trains the model next.",
+        fix="To go on without the Trainer: engine.backward(loss) instead of loss.backward(), or "
+        "engine.wake() before it.",
+    )
+
+
 def not_a_parameter(tensor: Tensor) -> ShardingError:
     """Return what is raised for a tensor that is not one of the model's parameters."""
     return ShardingError(

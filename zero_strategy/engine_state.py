@@ -28,6 +28,7 @@ from zero_strategy.engine_checks import gathers_unasked, not_a_parameter
 from zero_strategy.intact import check_intact
 from zero_strategy.lifecycle import ParamLifecycle
 from zero_strategy.loss_scaler import LossScaler
+from zero_strategy.optim.ownership import Ownership
 from zero_strategy.optim.places import Place
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.precision import Masters
@@ -44,6 +45,7 @@ class EngineState:
     loss_scaler: LossScaler
     _collectives: Collectives
     _places: dict[nn.Parameter, Place]
+    _ownership: Ownership
     _masters: Masters
     _lifecycle: ParamLifecycle
 
@@ -88,7 +90,7 @@ class EngineState:
         grad = bucket.views(bucket.gather_shards(bucket.grads.shard))[index].clone()
         if not self.loss_scaler.is_active:
             return grad
-        owner = next((o for o in self.optimizers if any(param is held for held in o.params())), None)
+        owner = self._ownership.owner_of(param)
         return grad.float() * (1 / self.loss_scaler.scale if owner is None else owner.grad_factor)
 
     def full_state_dict(
@@ -233,7 +235,10 @@ class EngineState:
         """Begin a call that saves: what one rank has done to its model is raised on all. Collective."""
         self._begin_call(name)
         self.averages.require_out()
-        self._collectives.agree(check_intact(self.model, self._places))
+        takes_grads = self._ownership.takes_gradients
+        self._collectives.agree(check_intact(self.model, self._places, takes_grads=takes_grads))
+        if not takes_grads:
+            self._masters.take_params()  # others may have trained the model meanwhile
 
     def _require_intact(self) -> None:
         self.averages.require_out()

@@ -15,19 +15,22 @@ from zero_strategy.errors import ShardingError
 from zero_strategy.optim.places import Place
 
 
-def check_intact(model: nn.Module, places: Mapping[nn.Parameter, Place]) -> ShardingError | None:
+def check_intact(
+    model: nn.Module, places: Mapping[nn.Parameter, Place], *, takes_grads: bool = True
+) -> ShardingError | None:
     """Return what no longer fits, or None.
 
     Args:
         model: The whole model.
         places: Where each parameter lay when it was sharded.
+        takes_grads: Whether the engine takes gradients, so that none may be in `.grad`.
     """
     known = dict(zip(map(id, places), places.values(), strict=True))
     missing = dict(known)
     for param in _params(model):
         if missing.pop(id(param), None) is None and id(param) not in known:
             return _changed(f"Parameter {_fqn(model, param)!r} was not there when the model was sharded.")
-        if param.grad is not None:
+        if takes_grads and param.grad is not None:
             return ShardingError(
                 what=f"Parameter {_fqn(model, param)!r} has a `.grad` that the engine has not seen.",
                 why="Gradients are reduced into flat buffers as a backward delivers them; what is put into "

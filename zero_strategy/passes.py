@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero_strategy import compat
 from zero_strategy.tensors import tensors_in
@@ -73,13 +74,19 @@ class ForwardPass:
     """Knows whether a forward of the root is running, and tells its listeners when it begins and ends."""
 
     def __init__(self, model: nn.Module, backward: BackwardPass) -> None:
+        self._model = model
         self._backward = backward
         self._depth = 0
         self._on_begin: list[Callable[[], None]] = []
         self._on_end: list[Callable[[], None]] = []
+        self._handles: list[RemovableHandle] = []
+        self.open()
+
+    def open(self) -> None:
+        """Put the hooks on."""
         self._handles = [
-            model.register_forward_pre_hook(self._pre_forward, prepend=True),
-            model.register_forward_hook(self._post_forward, always_call=True),
+            self._model.register_forward_pre_hook(self._pre_forward, prepend=True),
+            self._model.register_forward_hook(self._post_forward, always_call=True),
         ]
 
     def listen(self, *, on_begin: Callable[[], None], on_end: Callable[[], None] | None = None) -> None:
@@ -98,13 +105,14 @@ class ForwardPass:
             self._exit()
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off; `open` puts them on again."""
         for handle in self._handles:
             handle.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardPass:
         # A deep copy of the model takes its hooks along: the copy's tell nobody anything.
         inert = object.__new__(ForwardPass)
+        inert._model = nn.Module()
         inert._backward = BackwardPass()
         inert._depth = 0
         inert._on_begin, inert._on_end, inert._handles = [], [], []

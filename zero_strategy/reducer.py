@@ -134,9 +134,13 @@ class GradReducer:
         if not bucket.trainable:
             self._frozen.append(bucket)
             return
-        position = self._position_of[bucket] = len(self._buckets)
+        self._position_of[bucket] = len(self._buckets)
         self._buckets.append(bucket)
         self._expected.append([1] * len(bucket.params))
+        self._hook(bucket)
+
+    def _hook(self, bucket: Bucket) -> None:
+        position = self._position_of[bucket]
         for index, param in enumerate(bucket.params):
             # torch takes the hook only while a gradient is required, and keeps it for when one is again.
             required = param.requires_grad
@@ -167,9 +171,17 @@ class GradReducer:
         return self.is_syncing or not self._may_defer
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off: gradients stay where autograd puts them."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
+
+    def reopen(self) -> None:
+        """Put the hooks on again; gradients that others have left are dropped."""
+        for bucket in self._buckets:
+            self._hook(bucket)
+            for param in bucket.params:
+                param.grad = None
 
     # -- runtime --
 

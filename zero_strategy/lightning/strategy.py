@@ -9,7 +9,8 @@ which scope a step runs. It knows nothing of buckets or shards.
 Stock strategies move the module and the optimizer state between devices (`setup`,
 `load_optimizer_state_dict`, `teardown`). Parameters here alias flat buffers that the engine owns, so every
 such move is left out: after `fit` the engine is as usable as before, and `trainer.save_checkpoint()` still
-works.
+works. Where parameters are whole, gradients are left to others from then on, so that another strategy or a
+plain loop can train the module; the next run takes them again, and begins with the values that are there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ShardingError
-from zero_strategy.lightning.base import ZeroStrategyBase, reusable_engine
+from zero_strategy.lightning.base import ZeroStrategyBase, find_engine, reusable_engine
 from zero_strategy.lightning.batches import require_as_many_batches
 from zero_strategy.lightning.checkpoints import CheckpointHooks
 from zero_strategy.lightning.endings import SignalStops
@@ -115,10 +116,13 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         """Return the engine a former run left on the module if it does what this one asks, else a new one."""
         module = self.lightning_module
         assert module is not None
+        former = find_engine(module)
+        if (
+            former is not None and former is not self._engine
+        ):  # another Trainer's, whose last run may have failed
+            former.watch.forgive()
         engine = reusable_engine(module, config, precision)
         if engine is not None:
-            if engine is not self._engine:  # another Trainer's, whose last run may have failed
-                engine.watch.forgive()
             return engine
         if fitting and self._layer_sync:
             # Not reverted after the run: the reverse would build new modules, without the engine's hooks.
@@ -254,6 +258,8 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         """End a run and keep the engine. See [Note: The model stays where it is]."""
         if self._stops is not None:
             self._stops.remove()
+        if self._engine is not None:
+            self._engine.rest()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

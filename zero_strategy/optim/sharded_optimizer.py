@@ -65,7 +65,6 @@ class _Run:
     places: dict[nn.Parameter, Place]
     masters: Masters
     grads: StepGradients
-    is_stepping: bool = False
     step_was_skipped: bool = False
 
 
@@ -108,7 +107,6 @@ class ShardedOptimizer(Optimizer):
         self.state = inner.state
         self.defaults = inner.defaults
         self._slice_state()
-        inner.register_step_pre_hook(self._refuse_raw_step)
 
     # -- runtime --
 
@@ -162,25 +160,14 @@ class ShardedOptimizer(Optimizer):
                 ]
                 stepped += group["params"]
             self._give_grads(masters, stepped)
-            run.is_stepping = True
             self._inner.step()
         finally:
-            run.is_stepping = False
             for group, params in zip(self.param_groups, users_params, strict=True):
                 group["params"] = params
             for weight in stepped:
                 weight.grad = None
         for shard in masters.values():
             shard.round_into_shard()
-
-    def _refuse_raw_step(self, *args: Any) -> None:
-        if not self._run.is_stepping:
-            raise ConfigError(
-                what=f"step() was called on the {self.user_class} that was given to shard_optimizer.",
-                why="It sees whole parameters without gradients and would change nothing.",
-                fix="Go on with what shard_optimizer returned: optimizer = "
-                "engine.shard_optimizer(optimizer).",
-            )
 
     def _give_grads(self, masters: Mapping[Bucket, MasterShard], stepped: Sequence[Tensor]) -> None:
         """Give the slices that are stepped their reduced gradients, each as its `.grad`."""
@@ -405,7 +392,7 @@ class ShardedOptimizer(Optimizer):
     def _sub_groups(self) -> Iterator[list[Bucket]]:
         """Yield the buckets to step at a time; all, if the user's optimizer might count or tell its steps."""
         num_hooks = len(self._inner._optimizer_step_pre_hooks) + len(self._inner._optimizer_step_post_hooks)
-        if num_hooks > 1 or not counts_steps_per_tensor(self._inner):
+        if num_hooks or not counts_steps_per_tensor(self._inner):
             yield self.buckets
             return
         limit_numel = self._run.settings.config.zero_optimization.sub_group_size
