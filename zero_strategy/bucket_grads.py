@@ -127,22 +127,27 @@ class BucketGrads:
             handle = self._collectives.reduce_scatter_mean(packed, shard, self._name, divisor=divisor)
             return Handle([], lambda: self._accept(handle, mean))
 
-    def clear(self, indices: set[int] | None = None) -> None:
+    def clear(self, indices: set[int] | None = None, *, keep_zeros: bool = False) -> None:
         """Forget gradients: reduced, and stashed under `no_sync`.
 
         Args:
             indices: Which parameters of the bucket; None for all.
+            keep_zeros: Leave zeros where there were gradients, which an optimizer steps all the same.
         """
-        if indices is None or len(indices) == len(self.has_grad):
+        indices = set(range(len(self.has_grad))) if indices is None else indices
+        if len(indices) == len(self.has_grad) and not keep_zeros:
             self._forget_full()
             self.shard = None
             self.has_grad = [False] * len(self.has_grad)
             return
-        for index in indices:
-            self.has_grad[index] = self.stashed[index] = False
         for piece in self._pieces:
             if self.shard is not None and piece.param_index in indices:
                 self._slice(self.shard, piece).zero_()
+        for index in indices:
+            if not keep_zeros:
+                self.has_grad[index] = self.stashed[index] = False
+            elif self.stashed[index]:
+                self._places[index].zero_()
 
     def note_used(self, used: Sequence[bool]) -> None:
         """Note which parameters have had a gradient on some rank."""

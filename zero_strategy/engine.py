@@ -240,12 +240,12 @@ class ZeroEngine(EngineState):
         return self._forward.scope()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the whole model."""
+        """Forget the gradients of the whole model; if not `set_to_none`, leave zeros, as torch does."""
         self._backward.check()
         for optimizer in self.optimizers:
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none)
         for bucket in self.buckets:
-            bucket.grads.clear()
+            bucket.grads.clear(keep_zeros=not set_to_none)
         for param in self.model.parameters():
             if param.grad is not None:
                 param.grad = None

@@ -232,10 +232,11 @@ class ShardedOptimizer(Optimizer):
         """Forget the gradients of this optimizer's parameters.
 
         Args:
-            set_to_none: Accepted for torch's sake; there is no tensor here that a caller could hold on to.
+            set_to_none: As in torch: if False, zeros stay where there were gradients, and a parameter that is
+                not used in the next step is stepped with those (weight decay, momentum).
         """
         for bucket, wanted in self._params_of():
-            bucket.grads.clear(wanted)
+            bucket.grads.clear(wanted, keep_zeros=not set_to_none)
         self._run.grads.forget()
 
     # -- state --
