@@ -49,10 +49,16 @@ class ParamState:
         if self._versions:
             set_versions(self.params, self._versions)
             self._shown_versions, self._versions = self._versions, []
+        else:
+            self._shown_versions = get_versions(self.params)
 
     def was_written(self) -> bool:
-        """Tell whether somebody has written a whole parameter in place since `show`, as autograd counts."""
-        return bool(self._shown_versions) and self._shown_versions != get_versions(self.params)
+        """Tell whether somebody has written a whole parameter in place since this was last asked or `show`.
+
+        As autograd counts: a write by way of `.data` does not show.
+        """
+        before, self._shown_versions = self._shown_versions, get_versions(self.params)
+        return before != self._shown_versions
 
     def free(self) -> None:
         """Point the parameters at placeholders.
@@ -80,6 +86,7 @@ class ParamState:
         """Tell autograd that the values have changed, as an in-place update by a plain optimizer would."""
         if is_whole:
             set_versions(self.params, [version + 1 for version in get_versions(self.params)])
+            self._shown_versions = [version + 1 for version in self._shown_versions]
         else:
             self._versions = [version + 1 for version in self._versions]
 
@@ -133,6 +140,7 @@ class Bucket:
         self.owned_numel = own_shards[1] * self.layout.shard_numel
         self.param_shard = self._own_range(self.flat)
         self.is_whole = True
+        self._was_written = False  # by modules, and so far unknown to the masters
         # Invariant: parameters get memory one bucket at a time, until `adopt`, as the user's is let go of.
         free_storage(self.flat)
         self._arriving: Tensor | None = None  # [padded_numel]; what parameters move to, until `adopt` ends
@@ -219,7 +227,15 @@ class Bucket:
         with span("ZeRO::reshard", self.name):
             if keep_written and self.state.was_written():
                 self.param_shard.copy_(self._own_range(self.flat))
+                self._was_written = True
             self._free()
+
+    def pop_written(self) -> bool:
+        """Tell whether modules have written their weights in place since this was last asked."""
+        if self.is_whole and not self.policy.shard_params and self.state.was_written():
+            self._was_written = True
+        was_written, self._was_written = self._was_written, False
+        return was_written
 
     def drop_gather(self, handle: Handle) -> None:
         """Let go of a gather that turned out not to be needed."""

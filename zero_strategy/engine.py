@@ -265,6 +265,7 @@ class ZeroEngine(EngineState):
         self.ledger.begin_step()
 
     def _after_step(self) -> None:
+        self._masters.follow_writes()
         self.ledger.end_step()
         self._ownership.note_step()
 

@@ -57,8 +57,7 @@ class EngineState:
 
         Args:
             writeback: Keep what the block has written, rank 0's on all ranks, in the shards and the masters.
-                Otherwise the block must not write: at stage 3 it would be lost, below it would be overwritten
-                by the next step.
+                Otherwise the block must not write: at stage 3 it would be lost.
         """
         self._begin_call("unsharded_params")
         with self._lifecycle.all_whole():
@@ -237,6 +236,7 @@ class EngineState:
         self.averages.require_out()
         takes_grads = self._ownership.takes_gradients
         self._collectives.agree(check_intact(self.model, self._places, takes_grads=takes_grads))
+        self._masters.follow_writes()
         if not takes_grads:
             self._masters.take_params()  # others may have trained the model meanwhile
 

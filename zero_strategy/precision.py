@@ -35,6 +35,7 @@ class MasterShard:
         weights: [owned_numel] fp32 (the parameters' dtype where that is wider, or its own master).
         slices: One view of `weights` per slice of the bucket, in the bucket's order; the tensors that the
             optimizer's state is keyed by.
+        is_copy: Whether they are fp32 copies of 16-bit parameters.
     """
 
     def __init__(self, bucket: Bucket, unrounded: Tensor | None, *, is_copy: bool) -> None:
@@ -46,11 +47,11 @@ class MasterShard:
             is_copy: Whether they are fp32 copies; else the shard is its own master.
         """
         self._bucket = bucket
-        self._is_copy = is_copy
-        if unrounded is not None and self._is_copy:
+        self.is_copy = is_copy
+        if unrounded is not None and self.is_copy:
             self.weights = unrounded
         else:
-            self.weights = bucket.param_shard.float() if self._is_copy else bucket.param_shard
+            self.weights = bucket.param_shard.float() if self.is_copy else bucket.param_shard
         self.slices = [self._slice(piece) for piece in bucket.slices]
         self._slices_of: dict[int, list[tuple[ShardSlice, Tensor]]] = {}
         for piece, weight in zip(bucket.slices, self.slices, strict=True):
@@ -67,12 +68,12 @@ class MasterShard:
 
     def round_into_shard(self) -> None:
         """Write the masters, rounded to the nearest, into the parameter shard."""
-        if self._is_copy:
+        if self.is_copy:
             self._bucket.param_shard.copy_(self.weights)
 
     def take_from_shard(self) -> None:
         """Take the parameter shard's values, after somebody else has written them. See `unrounded`."""
-        if self._is_copy:
+        if self.is_copy:
             self.weights.copy_(unrounded(self._bucket.param_shard, self.weights))
 
     def _slice(self, piece: ShardSlice) -> Tensor:
@@ -82,7 +83,7 @@ class MasterShard:
 
     def memory(self) -> MemoryUse:
         """Return the bytes of the copy, padding included and named."""
-        if not self._is_copy:
+        if not self.is_copy:
             return MemoryUse()
         used_numel = sum(piece.numel for piece in self._bucket.slices)
         padding = (self.weights.numel() - used_numel) * self.weights.element_size()
@@ -129,6 +130,12 @@ class Masters:
             self.of(bucket)
         for shard in self._shards.values():
             shard.take_from_shard()
+
+    def follow_writes(self) -> None:
+        """Take over what modules have written into their weights in place. See `unrounded`."""
+        for bucket, shard in self._shards.items():
+            if shard.is_copy and bucket.pop_written():
+                shard.take_from_shard()
 
     def _is_copied(self, bucket: Bucket) -> bool:
         return has_masters(bucket.param_shard.dtype, self._config)

@@ -151,3 +151,77 @@ def test_mixed_dtypes_keep_their_own_and_equal_naive_data_parallelism(stage: int
             value, naive.weights()[name], rtol=1e-2 if value.dtype == torch.bfloat16 else 1e-7, atol=0
         )
     zero.close()
+
+
+# -- what modules write into their own weights ---------------------------------------------------------------
+
+
+class Writes(nn.Module):
+    """Renormalises, clamps and sets weights of its own in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 15, max_norm=0.5)
+        self.clamped = nn.Linear(15, 15)
+        self.table = nn.Parameter(torch.zeros(7, 15))
+
+    def forward(self, step: int) -> Tensor:
+        with torch.no_grad():
+            self.clamped.weight.clamp_(-0.1, 0.1)
+            self.table[step] = 0.25
+        tokens = torch.arange(step, step + 3) % 7
+        return self.clamped(self.embedding(tokens)) * self.table[:3]
+
+
+def written_loss(model: nn.Module, step: int) -> Tensor:
+    return (model(step).float() - 1.0).square().mean()
+
+
+class HandMade:
+    """The loop one would write: fp32 masters, bf16 parameters; of what was written the master begins anew."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.masters = [param.detach().float() for param in model.parameters()]
+        self.optimizer = torch.optim.SGD(self.masters, lr=1e-3, momentum=0.9)
+
+    def step(self) -> None:
+        for param, master in zip(self.model.parameters(), self.masters, strict=True):
+            is_written = master.bfloat16() != param.detach()
+            master[is_written] = param.detach()[is_written].float()
+            assert param.grad is not None
+            master.grad = param.grad.float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(self.model.parameters(), self.masters, strict=True):
+                param.copy_(master)
+                param.grad = None
+
+
+@distributed(world_size=[1, 2])
+@grid(stage=STAGES)
+def test_what_a_module_writes_into_its_bf16_weights_reaches_the_masters_and_only_that(
+    stage: int,
+) -> None:
+    """Every rank has the same data, so that the mean of the gradients is each of them."""
+    recipe = Recipe(
+        build=lambda _: Writes(),
+        dtype=torch.bfloat16,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+    )
+    zero, plain = Zero(recipe, stage=stage), HandMade(recipe.model())
+    for step in range(5):
+        wanted = written_loss(plain.model, step)
+        loss = written_loss(zero.model, step)
+        assert torch.equal(loss, wanted), f"step {step}"
+        wanted.backward()
+        zero.backward(loss)
+        if step == 3:  # what was written shows before the step, too
+            kept = zero.engine.full_state_dict(dtype=torch.float32)
+            assert not kept or float(kept["table"][3, 0]) == 0.25
+        plain.step()
+        zero.step()
+        whole = zero.engine.full_state_dict(dtype=torch.float32)
+        for name, master in zip(whole, plain.masters, strict=rank() == 0):
+            assert torch.equal(whole[name], master), f"step {step}: {name}"
+    zero.close()
