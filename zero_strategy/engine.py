@@ -60,6 +60,7 @@ class ZeroEngine(EngineState):
         loss_scaler: Scales losses where trained parameters are in fp16; elsewhere its scale is 1.
         buckets: The buckets, in order of registration.
         averages: This rank's part of every `ShardedEMA`.
+        module_buffers: Keeps the model's buffers equal.
         watch, stop: For front ends: ends all ranks when one fails; ends them together after a backward.
     """
 
@@ -125,10 +126,11 @@ class ZeroEngine(EngineState):
             gather_order=lambda: self._lifecycle.order_digest(),
             is_scaled=self._is_scaled_backward,
         )
-        self._buffers = BufferBroadcaster(model, self._collectives, lambda: self._reducer.is_syncing)
-        self._buffers.broadcast_all()
+        self.module_buffers = BufferBroadcaster(model, self._collectives, lambda: self._reducer.is_syncing)
+        self.module_buffers.broadcast_all()
         if self.config.broadcast_buffers:
-            self._forward.listen(on_begin=self._buffers.before_forward)
+            buffers = self.module_buffers
+            self._forward.listen(on_begin=buffers.before_forward, on_end=buffers.after_forward)
         self._lifecycle = ParamLifecycle(
             [(bucket, plan) for bucket, plan in self._bucket_set.planned() if bucket.policy.shard_params],
             self._forward,
@@ -261,11 +263,12 @@ class ZeroEngine(EngineState):
                 fix="Run the last backward of the window, and the step, outside of no_sync().",
             )
         self._require_intact()
+        self.module_buffers.broadcast_due()
         self._lifecycle.reshard_idle()
+        self._masters.follow_writes()
         self.ledger.begin_step()
 
     def _after_step(self) -> None:
-        self._masters.follow_writes()
         self.ledger.end_step()
         self._ownership.note_step()
 

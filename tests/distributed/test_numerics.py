@@ -465,3 +465,17 @@ def test_float_buffers_follow_rank_0_in_training_forwards(stage: int) -> None:
     dist.all_gather(means, zero.model.norm.running_mean)
     assert torch.equal(means[0], means[1])
     zero.close()
+
+
+@distributed(world_size=2)
+@grid(stage=(1, 2))
+def test_a_rank_that_evaluates_alone_waits_for_nobody_and_has_rank_0s_statistics(stage: int) -> None:
+    zero = Zero(Recipe(build=lambda _: nn.Sequential(nn.BatchNorm1d(15)), optimizer=sgd), stage=stage)
+    train_with(zero, square_loss, num_steps=3)
+    zero.model.eval()
+    with torch.no_grad():
+        outputs = [zero.model(torch.ones(4, 15)) for _ in range(1 + rank())]
+    found = [torch.empty(4, 15) for _ in range(world_size())]
+    dist.all_gather(found, outputs[0])
+    assert torch.equal(found[0], found[1])
+    zero.close()

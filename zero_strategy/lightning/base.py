@@ -212,6 +212,7 @@ def reusable_engine(module: nn.Module, config: ZeroConfig, precision: str) -> Ze
         return None
     if shards_alike(engine.config, config) and not _would_convert(module, precision):
         _wake(engine)
+        engine.module_buffers.broadcast_all()
         return engine
     _give_up(engine, config, precision)
     return None

@@ -170,8 +170,9 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         self._begin_loop("training", [trainer.num_training_batches])
 
     def on_validation_start(self) -> None:
-        """As `on_train_start`."""
+        """As `on_train_start`; under manual optimization steps are within forwards, and buffers still due."""
         super().on_validation_start()
+        self.engine.module_buffers.broadcast_due()
         self._begin_loop("validation", self.lightning_module.trainer.num_val_batches)
 
     def on_test_start(self) -> None:
