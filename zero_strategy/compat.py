@@ -7,8 +7,10 @@ knows about ZeRO.
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -43,6 +45,19 @@ def current_backward() -> int:
 def is_in_backward() -> bool:
     """Tell whether a backward is running on this thread."""
     return current_backward() != -1
+
+
+def num_running_calls(module: torch.nn.Module) -> int:
+    """Return how many calls of a module that has hooks are on this thread's stack, at most. Takes a while."""
+    # What `torch.compile` makes of a frame after a graph break has another name, and perhaps no `self`.
+    names = ("_call_impl", "torch_dynamo_resume_in__call_impl_at")
+    frame: FrameType | None = sys._getframe()
+    count = 0
+    while frame is not None:
+        if frame.f_code.co_name.startswith(names) and frame.f_locals.get("self", module) is module:
+            count += 1
+        frame = frame.f_back
+    return count
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

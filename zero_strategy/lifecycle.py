@@ -67,6 +67,7 @@ class ParamLifecycle:
         self._backward = backward
         self._limits = limits
         self._num_users = dict.fromkeys(self._buckets, 0)
+        self._num_all_whole = 0  # how many `all_whole` are open
         self._uses_left = dict.fromkeys(self._buckets, 0)  # forwards that a backward has not passed yet
         self._live = LiveBuckets(limits.max_live_numel)
         self._order = NeedOrder()
@@ -74,7 +75,11 @@ class ParamLifecycle:
         self._used = _by_module(buckets)
         self._hooks = [hook for module, used in self._used.items() for hook in self._register(module, used)]
         if self._buckets:
-            forward.listen(on_begin=self._on_forward_begin, on_end=self._on_forward_end)
+            forward.listen(
+                on_begin=self._on_forward_begin,
+                on_end=self._on_forward_end,
+                on_interrupt=self._on_forward_interrupt,
+            )
             backward.listen(on_end=self._on_backward_end, on_abort=self._on_backward_end)
         excess = describe_excess(buckets, limits.max_live_numel)
         if excess is not None:
@@ -147,6 +152,13 @@ class ParamLifecycle:
             self._end_pass(grad_enabled=False)
             self._require_same_order(needed)
 
+    def _on_forward_interrupt(self, beginning: nn.Module | None) -> None:
+        # No module that was running has let go of what it held. The one that begins has its hold already.
+        self._num_users = dict.fromkeys(self._buckets, self._num_all_whole)
+        for bucket in [] if beginning is None else self._used.get(beginning, []):
+            self._num_users[bucket] += 1
+        self.reshard_idle()
+
     def _on_backward_end(self) -> None:
         self.reshard_idle()
         self._end_pass(grad_enabled=True)
@@ -176,6 +188,7 @@ class ParamLifecycle:
     def all_whole(self) -> Iterator[None]:
         """Make everything whole for a block of code, outside of any pass and any limit. Collective."""
         self._live.drop_ahead()
+        self._num_all_whole += 1
         for bucket in self._buckets:
             self._num_users[bucket] += 1
             if not bucket.is_whole:
@@ -183,6 +196,7 @@ class ParamLifecycle:
         try:
             yield
         finally:
+            self._num_all_whole -= 1
             for bucket in self._buckets:
                 self._num_users[bucket] -= 1
                 if bucket.is_whole and not self._num_users[bucket]:

@@ -77,8 +77,10 @@ class ForwardPass:
         self._model = model
         self._backward = backward
         self._depth = 0
+        self._num_calls = 0  # of the depth, what module calls have added and not scopes
         self._on_begin: list[Callable[[], None]] = []
         self._on_end: list[Callable[[], None]] = []
+        self._on_interrupt: list[Callable[[nn.Module | None], None]] = []
         self._handles: list[RemovableHandle] = []
         self.open()
 
@@ -89,15 +91,31 @@ class ForwardPass:
             self._model.register_forward_hook(self._post_forward, always_call=True),
         ]
 
-    def listen(self, *, on_begin: Callable[[], None], on_end: Callable[[], None] | None = None) -> None:
-        """Register a listener for the outermost forward."""
+    def listen(
+        self,
+        *,
+        on_begin: Callable[[], None],
+        on_end: Callable[[], None],
+        on_interrupt: Callable[[nn.Module | None], None] | None = None,
+    ) -> None:
+        """Register a listener for the outermost forward.
+
+        Args:
+            on_begin: Called when one begins.
+            on_end: Called when it has ended, also by an exception.
+            on_interrupt: Called when it turns out that one has ended by Ctrl-C, where torch calls no hook;
+                with the module of which a call is beginning now, if any.
+        """
         self._on_begin.append(on_begin)
-        if on_end is not None:
-            self._on_end.append(on_end)
+        self._on_end.append(on_end)
+        if on_interrupt is not None:
+            self._on_interrupt.append(on_interrupt)
 
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Treat a block of code as a forward of the root."""
+        if self._num_calls:
+            self._drop_interrupted(None)
         self._enter()
         try:
             yield
@@ -114,16 +132,20 @@ class ForwardPass:
         inert = object.__new__(ForwardPass)
         inert._model = nn.Module()
         inert._backward = BackwardPass()
-        inert._depth = 0
-        inert._on_begin, inert._on_end, inert._handles = [], [], []
+        inert._depth = inert._num_calls = 0
+        inert._on_begin, inert._on_end, inert._on_interrupt, inert._handles = [], [], [], []
         return inert
 
     @compat.outside_graphs
     def _pre_forward(self, module: nn.Module, args: Any) -> None:
+        self._num_calls += 1
+        if self._num_calls > 1:
+            self._drop_interrupted(module)
         self._enter()
 
     @compat.outside_graphs
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._num_calls -= 1
         self._exit()
         # The outermost graph node of the model: the earliest sign of a backward, outside of any checkpoint.
         for tensor in tensors_in(output):
@@ -132,6 +154,17 @@ class ForwardPass:
 
     def _on_output_grad(self, grad: Tensor) -> None:
         self._backward.begin()
+
+    def _drop_interrupted(self, beginning: nn.Module | None) -> None:
+        """Forget calls of the root that Ctrl-C has ended. Called where the root seldom runs already."""
+        num_ended = self._num_calls - compat.num_running_calls(self._model)
+        if num_ended <= 0 or compat.is_in_backward():
+            return
+        self._num_calls -= num_ended
+        self._depth -= num_ended
+        if not self._depth:
+            for interrupt in self._on_interrupt:
+                interrupt(beginning)
 
     def _enter(self) -> None:
         self._depth += 1

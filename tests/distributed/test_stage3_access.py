@@ -86,15 +86,16 @@ def test_what_is_written_without_writeback_is_gone() -> None:
 
 
 @distributed(world_size=2)
-@grid(where=("forward", "backward", "no_sync backward"))
+@grid(where=("forward", "forward, by Ctrl-C", "backward", "no_sync backward"))
 def test_training_goes_on_after_an_error_on_all_ranks(where: str) -> None:
     """The step with the error is not done; what follows equals a training that never had it."""
     naive, zero = Naive(ROUTES), Zero(ROUTES, stage=3, reduce_bucket_size=300)
     for step in range(4):
         if step in (0, 2):
-            failing = Failing.apply if where != "forward" else raise_now
+            error = KeyboardInterrupt if where == "forward, by Ctrl-C" else ZeroDivisionError
+            failing = partial(raise_now, error) if "forward" in where else Failing.apply
             handle = zero.model.units["b"][0].register_forward_hook(lambda m, a, out, f=failing: f(out))
-            with expect_error(ZeroDivisionError):
+            with expect_error(error):
                 if where == "no_sync backward":
                     with zero.no_sync():
                         zero.backward(route_loss(zero.model, step))
@@ -124,9 +125,9 @@ class Failing(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-def raise_now(x: Tensor) -> Tensor:
+def raise_now(error: type[BaseException], x: Tensor) -> Tensor:
     """Raise in the forward."""
-    raise ZeroDivisionError
+    raise error
 
 
 # -- strays --------------------------------------------------------------------------------------------------
