@@ -40,7 +40,14 @@ from _pytest.assertion.rewrite import rewrite_asserts
 
 # Loaded once, by the server that workers are forked from; the second line only if the collected tests use it.
 PRELOAD = ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.utils.checkpoint", "pytest"]
-PRELOAD_IF_USED = ["pydantic", "lightning.pytorch", "pytorch_lightning", "accelerate", "transformers"]
+PRELOAD_IF_USED = [
+    "pydantic",
+    "zero_strategy.engine",
+    "lightning.pytorch",
+    "pytorch_lightning",
+    "accelerate",
+    "transformers",
+]
 GRACE_S = 0.2  # seconds the other ranks have to report their own failure after the first, so that both show
 
 

@@ -77,9 +77,13 @@ def mean_of(versions: list[Tensor], wire: torch.dtype, before: float = 1.0) -> T
 
 @distributed(world_size=3)
 def test_gradients_travel_in_the_dtype_of_communication_and_are_summed_in_fp32() -> None:
-    for own, wire in ((None, "bf16"), (None, "fp16"), (torch.bfloat16, "fp32")):
+    for own, wire, stages in (
+        (None, "bf16", (0, 1, 3)),
+        (None, "fp16", (1,)),
+        (torch.bfloat16, "fp32", (0, 3)),
+    ):
         versions = everybodys_grads(own)
-        for stage in (0, 1, 3):
+        for stage in stages:
             with subtest(f"stage {stage}, gradients in {own or torch.float32}, on the wire {wire}"):
                 zero = Zero(recipe(own), stage=stage, communication_data_type=wire)
                 zero.engine.ledger.reset()
@@ -96,12 +100,12 @@ def test_gradients_travel_in_the_dtype_of_communication_and_are_summed_in_fp32()
 def test_gradients_are_divided_before_they_travel_by_what_the_keys_say_and_after_by_the_rest() -> None:
     for own in (None, torch.bfloat16):
         versions = everybodys_grads(own)
-        for settings, before in (
-            ({"prescale_gradients": True}, float(world_size())),
-            ({"gradient_predivide_factor": 3.0}, 3.0),
-            ({"gradient_predivide_factor": 4.0}, 4.0),
+        for settings, before, stages in (
+            ({"prescale_gradients": True}, float(world_size()), (0,)),
+            ({"gradient_predivide_factor": 3.0}, 3.0, (0, 2)),
+            ({"gradient_predivide_factor": 4.0}, 4.0, (2,)),
         ):
-            for stage in (0, 2):
+            for stage in stages:
                 with subtest(f"stage {stage}, {own}, {settings}"):
                     zero = Zero(recipe(own), stage=stage, **settings)
                     zero.backward(loss_of(zero.model, 0))
@@ -303,7 +307,8 @@ def test_no_more_than_allgather_bucket_size_is_on_its_way_after_a_step() -> None
     }
     reference = None
     for stage in (1, 2):
-        for limit, (sizes, most_numel) in orders.items():
+        for limit in orders if stage == 1 else (layer - 64, 2 * layer):
+            sizes, most_numel = orders[limit]
             with subtest(f"stage {stage}, {limit} elements"):
                 settings = {"reduce_bucket_size": layer, "allgather_bucket_size": limit}
                 zero = Zero(recipe(), stage=stage, **settings)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -68,9 +69,23 @@ def build(model: nn.Module, name: str, **form: Any) -> Optimizer:
 
 
 @distributed(world_size=2, timeout=120)
+def test_every_elementwise_optimizer_equals_ddp_in_every_bit() -> None:
+    compare_optimizers({name: forms_of(name)[-1:] for name in OPTIMIZERS})
+
+
+@pytest.mark.slow
+@distributed(world_size=2, timeout=120)
 def test_every_elementwise_optimizer_in_every_form_equals_ddp_in_every_bit() -> None:
-    for name in OPTIMIZERS:
-        forms = [{"foreach": False}, {"foreach": True}] + ([{"fused": True}] if name in FUSED else [])
+    compare_optimizers({name: forms_of(name) for name in OPTIMIZERS})
+
+
+def forms_of(name: str) -> list[dict[str, bool]]:
+    """The ways in which an optimizer can be told to work, the fastest last."""
+    return [{"foreach": False}, {"foreach": True}] + ([{"fused": True}] if name in FUSED else [])
+
+
+def compare_optimizers(forms_by_name: dict[str, list[dict[str, bool]]]) -> None:
+    for name, forms in forms_by_name.items():
         for form in forms:
             with subtest(f"{name}, {form}"):
                 recipe = Recipe(num_steps=3, optimizer=partial(build, name=name, **form))

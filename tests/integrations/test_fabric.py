@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -308,6 +309,7 @@ def test_fabrics_wrappers_reach_what_the_engine_holds() -> None:
                 engine.full_state_dict()
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_a_compiled_model_is_set_up_as_under_ddp() -> None:
     assert_as_ddp(compiled)

@@ -46,6 +46,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_script_runs_under_fabrics_own_launcher(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("FABRIC_ARGUMENTS", 'accelerator="cpu", devices=2, strategy="zero3"'))

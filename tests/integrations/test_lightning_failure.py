@@ -87,12 +87,11 @@ def test_an_error_on_all_ranks_that_is_caught_does_not_end_the_next_run() -> Non
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             raise ValueError("on all ranks")
 
-    for stage in (1, 3):
-        with pytest.raises(ValueError, match="on all ranks"):
-            fit(zero(stage), Failing)
-        outcome = fit(zero(stage))
-        time.sleep(1.5)  # longer than the watch takes to look
-        outcome.trainer.fit(outcome.module, loader())
+    with pytest.raises(ValueError, match="on all ranks"):
+        fit(zero(3), Failing)
+    outcome = fit(zero(3), max_epochs=1)
+    time.sleep(1.5)  # longer than the watch takes to look
+    outcome.trainer.fit(outcome.module, loader())
 
 
 # -- real processes --

@@ -195,9 +195,8 @@ def test_optimizer_states_dropped_by_a_hook_stay_dropped(tmp_path: Path) -> None
         fit(ddp(), max_epochs=1).trainer.save_checkpoint(tmp_path / "file.ckpt")
         train(sharded(3), max_epochs=1).save_checkpoint(tmp_path / "folder.ckpt")
         expected = fit(ddp(), Forgetful, ckpt_path=tmp_path / "file.ckpt")
-        for path in ("file.ckpt", "folder.ckpt"):
-            found = fit(zero(3), Forgetful, ckpt_path=tmp_path / path)
-            assert_same_weights(found.weights, expected.weights)
+        found = fit(zero(3), Forgetful, ckpt_path=tmp_path / "folder.ckpt")
+        assert_same_weights(found.weights, expected.weights)
 
 
 @distributed(world_size=2)
@@ -208,18 +207,22 @@ def test_several_optimizers_and_no_optimizer_resume(tmp_path: Path) -> None:
             path = tmp_path / make_module.__name__
             train(sharded(3), make_module, max_epochs=1).save_checkpoint(path)
             assert_same_weights(weights_of(train(sharded(1), make_module, path)), expected)
-    with subtest("DDP to stage 3 to DDP, with two optimizers and schedulers"):
-        expected_gan = fit(ddp(), Gan, max_epochs=3)
-        path = None
-        for epoch, strategy in enumerate((ddp(), zero(3), ddp()), 1):
-            found = fit(strategy, Gan, ckpt_path=path, max_epochs=epoch)
-            found.trainer.save_checkpoint(path := tmp_path / f"gan-{epoch}.ckpt")
-        assert_same_weights(found.weights, expected_gan.weights)
-        # The last epoch's losses: those of a module of its own, each time.
-        assert torch.equal(torch.stack(found.module.losses), torch.stack(expected_gan.module.losses[-5:]))
     with subtest("another number is refused"), expect_error(zs.CheckpointError, ["1 optimizers", "2"]):
         train(sharded(1), max_epochs=1).save_checkpoint(tmp_path / "one")
         train(sharded(1), TwoOptimizers, tmp_path / "one")
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_two_optimizers_with_schedulers_go_from_ddp_to_stage_3_and_back(tmp_path: Path) -> None:
+    expected = fit(ddp(), Gan, max_epochs=3)
+    path = None
+    for epoch, strategy in enumerate((ddp(), zero(3), ddp()), 1):
+        found = fit(strategy, Gan, ckpt_path=path, max_epochs=epoch)
+        found.trainer.save_checkpoint(path := tmp_path / f"gan-{epoch}.ckpt")
+    assert_same_weights(found.weights, expected.weights)
+    # The last epoch's losses: those of a module of its own, each time.
+    assert torch.equal(torch.stack(found.module.losses), torch.stack(expected.module.losses[-5:]))
 
 
 class Gan(TinyModule):
