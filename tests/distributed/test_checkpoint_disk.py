@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -32,8 +33,9 @@ from tests.distributed.state_support import (
     train,
     whole_state,
 )
-from tests.harness import distributed, expect_error, rank, run_ranks, subtest
+from tests.harness import distributed, expect_error, rank, run_ranks, subtest, world_size
 from tests.models import Mlp
+from zero_strategy.checkpoint import save as save_module
 from zero_strategy.checkpoint.format import MANIFEST_NAME
 from zero_strategy.cli import main
 
@@ -56,6 +58,26 @@ def test_a_checkpoint_takes_no_more_than_its_tensors(tmp_path: Path) -> None:
             # fp32 weights (or masters) and two fp32 moments; nothing twice, no padding.
             assert 12 * psi <= found <= 1.05 * 12 * psi
             engine.close()
+
+
+@distributed(world_size=2)
+def test_ranks_write_their_files_at_the_same_time(tmp_path: Path) -> None:
+    """Case B110: no rank waits for another's write, only for the end of all."""
+    write, spans = save_module._write_file, []
+
+    def slow(*args: Any) -> Any:
+        start = time.monotonic()  # one clock for all processes
+        time.sleep(0.2)
+        table = write(*args)
+        spans.append((start, time.monotonic()))
+        return table
+
+    save_module._write_file = slow
+    sharded(build(), stage=3).save_checkpoint(tmp_path / "c")
+    everybody: list[Any] = [None] * world_size()
+    dist.all_gather_object(everybody, spans)
+    assert all(len(own) == 1 for own in everybody)
+    assert max(start for ((start, _),) in everybody) < min(end for ((_, end),) in everybody)
 
 
 @distributed(world_size=2)

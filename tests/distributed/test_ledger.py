@@ -99,14 +99,18 @@ def sent_by(*traffic: BucketTraffic) -> int:
 
 
 def one_step(
-    engine: zs.ZeroEngine, optimizer: torch.optim.Optimizer, num_micro: int = 1, no_sync: bool = False
+    engine: zs.ZeroEngine,
+    optimizer: torch.optim.Optimizer,
+    num_micro: int = 1,
+    no_sync: bool = False,
+    width: int = WIDTH,
 ) -> dict[str, int]:
     """Take a step of `num_micro` micro-batches and return the bytes sent for it, by kind."""
     engine.ledger.reset()
     for micro in range(num_micro):
         last = micro == num_micro - 1
         with engine.no_sync() if no_sync and not last else contextlib.nullcontext():
-            x = torch.randn(2, WIDTH, dtype=next(engine.model.parameters()).dtype)
+            x = torch.randn(2, width, dtype=next(engine.model.parameters()).dtype)
             engine.backward(engine.model(x).float().square().mean() / num_micro)
     optimizer.step()
     optimizer.zero_grad()
@@ -212,11 +216,14 @@ def test_accumulation_reduces_once_below_stage_2_and_each_micro_batch_above() ->
     with subtest("stage 3, whole gradients between micro-batches"):
         sent = one_step(*build(3, Chain(), accumulate_whole_gradients=True), num_micro, no_sync=True)
         check(sent, gathered=gathered_3, reduced=sent_by(BucketTraffic(units + root, 4, 0, 1)))
-    with subtest("stage 1, a reduction in every backward"):
-        sent = one_step(*build(1, Chain()), num_micro)
-        check(
-            sent, gathered=sent_by(BucketTraffic(psi, 4, 1, 0)), reduced=sent_by(BucketTraffic(psi, 4, 0, 3))
-        )
+    for stage in (1, 2):
+        with subtest(f"stage {stage}, a reduction in every backward"):
+            sent = one_step(*build(stage, Chain()), num_micro)
+            gathered = sent_by(BucketTraffic(psi, 4, 1, 0))
+            check(sent, gathered=gathered, reduced=sent_by(BucketTraffic(psi, 4, 0, num_micro)))
+    with subtest("stage 3, a reduction in every backward"):
+        sent = one_step(*build(3, Chain()), num_micro)
+        check(sent, gathered=gathered_3, reduced=sent_by(BucketTraffic(units + root, 4, 0, num_micro)))
 
 
 @distributed(world_size=2)
@@ -332,6 +339,46 @@ def test_the_report_shows_counts_beside_formulas_and_the_padding_between() -> No
             assert f"{factor} Psi (N-1)/N x 4 B" in rows["all-gather"] and f"{before:,}" in rows["all-gather"]
             assert "1 Psi (N-1)/N x 4 B" in rows["reduce-scatter"]
             assert text.isascii() and max(map(len, text.splitlines())) <= 160
+
+
+class Whole(nn.Module):
+    """Equal units without padding at two ranks, and no root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = torch.tanh(unit(x))
+        return x
+
+
+@distributed(world_size=2)
+def test_the_formulas_of_the_report_are_what_several_micro_batches_send() -> None:
+    """Nothing is padded here, so nothing may be between the count and the formula."""
+    num_micro = 3
+    for stage, no_sync, keeps_whole, num_gathers, num_reductions in (
+        (0, True, False, 1, 1),
+        (0, False, False, 3, 3),  # of gradients
+        (1, True, False, 1, 1),
+        (1, False, False, 1, 3),
+        (2, True, False, 1, 3),
+        (2, True, True, 1, 1),
+        (3, True, False, 6, 3),
+        (3, False, False, 6, 3),
+        (3, True, True, 6, 1),
+    ):
+        with subtest(f"stage {stage}, no_sync {no_sync}, whole gradients {keeps_whole}"):
+            engine, optimizer = build(stage, Whole(), accumulate_whole_gradients=keeps_whole)
+            one_step(engine, optimizer, num_micro, no_sync, width=32)
+            text = engine.ledger.report()
+            assert f"({num_micro} micro-batches)" in text
+            rows = {line.split("  ")[0].strip(): line for line in text.splitlines()}
+            for name, factor in (("all-gather", num_gathers), ("reduce-scatter", num_reductions)):
+                assert f"  {factor} Psi (N-1)/N x 4 B = " in rows[name], rows[name]
+                assert rows[name].split()[-1] == "0", rows[name]
+            engine.close()
 
 
 # -- the kernel as a witness --

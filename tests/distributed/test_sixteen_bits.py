@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import zero_strategy as zs
-from tests.harness import distributed, rank, subtest
-from tests.models import Mlp, TinyGpt, adamw, awkward_loss, sgd, square_loss
-from tests.reference import Naive, Recipe, Trace, Zero, assert_same_bits, grid, train_zero
+from tests.harness import distributed, rank, subtest, world_size
+from tests.models import Mlp, TinyGpt, adamw, awkward_loss, inputs, sgd, square_loss
+from tests.reference import Naive, Recipe, Trace, Zero, assert_same_bits, compare, grid, train_zero
 
 STAGES = (0, 1, 2, 3)
 
@@ -224,4 +224,47 @@ def test_what_a_module_writes_into_its_bf16_weights_reaches_the_masters_and_only
         whole = zero.engine.full_state_dict(dtype=torch.float32)
         for name, master in zip(whole, plain.masters, strict=rank() == 0):
             assert torch.equal(whole[name], master), f"step {step}: {name}"
+
+
+@distributed(world_size=1, process_group=False)
+@grid(stage=STAGES, mode=["bf16", "fp16"])
+def test_buffers_keep_their_dtype_and_every_bit_in_16_bit_modes(stage: int, mode: str) -> None:
+    """Case B025: frequencies of rotary positions, rounded to 16 bits, are other positions."""
+    model = Mlp()
+    frequencies = 10_000.0 ** -(torch.arange(8) / 8)
+    model.register_buffer("frequencies", frequencies.clone())
+    engine = zs.ZeroEngine(model, zs.ZeroConfig(stage=stage, **{mode: {"enabled": True}}))
+    assert all(param.element_size() == 2 for param in model.parameters())
+    assert model.frequencies.dtype == torch.float32 and torch.equal(model.frequencies, frequencies)
+    assert engine.full_state_dict()["frequencies"].dtype == torch.float32
+    engine.close()
+
+
+class Quantised(nn.Module):
+    """A frozen weight of bytes and its scale, as in a quantised base model, below an adapter that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.randint(0, 256, (64, 15), dtype=torch.uint8)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(64, 1) / 256, requires_grad=False)
+        self.adapter = nn.Linear(15, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, (self.codes.float() - 128) * self.scale) + self.adapter(x)
+
+
+@distributed(world_size=2)
+@grid(stage=STAGES)
+def test_frozen_bytes_of_a_quantised_weight_are_sharded_and_used_as_they_are(stage: int) -> None:
+    """Case B033."""
+    build = lambda _: nn.ModuleDict({"a": Quantised(), "b": Quantised()})  # noqa: E731
+    loss = lambda model, step: (model["a"](inputs(step)) * model["b"](inputs(step))).mean()  # noqa: E731
+    compare(Recipe(build=build), loss, stage=stage)
+    zero = Zero(Recipe(build=build), stage=stage)
+    held = [bucket for bucket in zero.engine.buckets if bucket.flat.dtype == torch.uint8]
+    assert sum(bucket.layout.numel for bucket in held) == 2 * 64 * 15
+    padded = sum(bucket.layout.padded_numel for bucket in held)
+    nbytes = sum(bucket.param_shard.numel() if stage == 3 else bucket.flat.numel() for bucket in held)
+    assert nbytes == padded // (world_size() if stage == 3 else 1) and padded <= 1.1 * 2 * 64 * 15
     zero.close()

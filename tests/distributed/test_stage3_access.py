@@ -342,24 +342,30 @@ def test_ranks_that_evaluate_different_modules_are_told() -> None:
 
 
 @distributed(world_size=2)
-@grid(change=["cast", "rebind", "add", "replace", "grad"])
-def test_what_is_done_behind_the_engines_back_is_told(change: str) -> None:
+@grid(stage=[1, 2, 3], change=["cast", "half", "move", "rebind", "add", "replace", "grad"])
+def test_what_is_done_behind_the_engines_back_is_told(stage: int, change: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    engine = zs.ZeroEngine(model, zs.ZeroConfig(stage=1))
+    engine = zs.ZeroEngine(model, zs.ZeroConfig(stage=stage, stage3_param_persistence_threshold=0))
     optimizer = engine.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    if change == "cast":
-        model.bfloat16()
-    elif change == "rebind":
-        model[0].weight.data = torch.zeros(4, 4)
-    elif change == "add":
-        model.append(nn.Linear(4, 4))
-    elif change == "replace":
-        model[1] = nn.Linear(4, 4)
-    else:
-        model[0].weight.grad = torch.ones(4, 4)
-    for call in (optimizer.step, engine.full_state_dict):
+    changes: dict[str, Callable[[], Any]] = {
+        "cast": model.bfloat16,
+        "half": model.half,
+        "move": lambda: model.to("meta"),
+        "rebind": lambda: setattr(model[0].weight, "data", torch.zeros(4, 4)),
+        "add": lambda: model.append(nn.Linear(4, 4)),
+        "replace": lambda: model.__setitem__(1, nn.Linear(4, 4)),
+        "grad": lambda: setattr(model[0].weight, "grad", torch.ones(4, 4)),
+    }
+    touches_shards = change in ("cast", "half", "move", "rebind")
+    if stage == 3 and touches_shards:  # told at once
         with expect_error(zs.ShardingError, contains="weight"):
-            call()
+            changes[change]()
+    else:
+        changes[change]()
+        for call in (optimizer.step, engine.full_state_dict):
+            with expect_error(zs.ShardingError, contains="weight"):
+                call()
+    engine.close()
 
 
 @distributed(world_size=2)
