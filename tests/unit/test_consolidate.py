@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from tests.synthetic_checkpoint import Description, same_bits, save, small_state
 from zero_strategy.checkpoint.consolidate import consolidate
 from zero_strategy.checkpoint.export import INDEX_NAME, MARKER_NAME, ExportOptions
+from zero_strategy.checkpoint.folders import lock_folder
 from zero_strategy.checkpoint.hf import hf_record
-from zero_strategy.checkpoint.manifest import lock_folder
 from zero_strategy.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers")

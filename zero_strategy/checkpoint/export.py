@@ -32,8 +32,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from zero_strategy.checkpoint.elements import dtype_name
+from zero_strategy.checkpoint.folders import lock_folder, sync_folder, to_readable_json
 from zero_strategy.checkpoint.hf import config_with_dtype, copy_side_files, read_config, ties_word_embeddings
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME, lock_folder, sync_folder, to_readable_json
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.checkpoint.records import BufferRecord, HFRecord, ParamRecord
 from zero_strategy.checkpoint.safetensors_io import SafetensorsWriter, TensorSpec
 from zero_strategy.errors import CheckpointError

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint import averages
+from zero_strategy.checkpoint.folders import lock_folder
 from zero_strategy.checkpoint.format import (
     dtype_name,
     encode_extra,
@@ -27,7 +28,6 @@ from zero_strategy.checkpoint.format import (
     write_rank_file,
 )
 from zero_strategy.checkpoint.full_weights import module_extra_states
-from zero_strategy.checkpoint.manifest import lock_folder
 from zero_strategy.checkpoint.parts import MODULES_KEY, Parts, manifest_of, own_pieces, persistent_buffers
 from zero_strategy.comm.together import agreed
 from zero_strategy.errors import CheckpointError

@@ -1,0 +1,76 @@
+"""Folders as they are written: by one process at a time, flushed to the disk, with JSON that people can read.
+
+Used by the checkpoint and by what is exported from one. Knows nothing of what is in the files.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+from zero_strategy.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Keep other saves out of a folder; each would take the files of the other for leftovers and delete them.
+
+    Returns:
+        A file descriptor whose closing ends the lock, as does the end of the process; None where the system
+        or the file system has no such locks.
+
+    Raises:
+        CheckpointError: Another save is going on.
+    """
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CheckpointError(
+            what=f"Another save into {folder} is going on.",
+            why="Two saves into one folder would take each other's files for leftovers.",
+            fix="Wait for it, or save into another folder. What the folder held before is untouched.",
+        ) from None
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk, so that a rename survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems do this by themselves.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def to_readable_json(value: object, indent: str = "") -> str:
+    """Write JSON as a person would: what fits into one line stays on one line."""
+    if isinstance(value, dict):
+        items = [f"{json.dumps(k)}: {to_readable_json(v, indent + '  ')}" for k, v in value.items()]
+        opening, closing = "{", "}"
+    elif isinstance(value, list | tuple):
+        items = [to_readable_json(v, indent + "  ") for v in value]
+        opening, closing = "[", "]"
+    else:
+        return json.dumps(value)
+    inline = ", ".join(items)
+    if "\n" not in inline and len(indent) + len(inline) <= 200:
+        return opening + inline + closing
+    inner = f",\n{indent}  ".join(items)
+    return f"{opening}\n{indent}  {inner}\n{indent}{closing}"
