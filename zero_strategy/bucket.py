@@ -8,7 +8,7 @@ parameters] in placeholder.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from zero_strategy.comm.ledger import MemoryUse
 from zero_strategy.compat import get_versions, set_versions
 from zero_strategy.errors import ShardingError
 from zero_strategy.gradient_wire import GradWire
+from zero_strategy.late import late_class
 from zero_strategy.layout import BucketLayout, ShardSlice
 from zero_strategy.log import span
 from zero_strategy.placeholder import freed_class, placeholder
@@ -37,6 +38,7 @@ class ParamState:
         self._classes = [type(param) for param in params]
         freed = {kind: freed_class(kind, names) for kind in set(self._classes)}
         self._freed_classes = [freed[kind] for kind in self._classes]
+        self._late_classes: list[type[nn.Parameter]] = []
         self._placeholders: list[Tensor] = []
         self._versions: list[int] = []
         self._shown_versions: list[int] = []
@@ -66,14 +68,28 @@ class ParamState:
         What autograd saved of them keeps pointing at the flat buffer. Other versions make it refuse those
         while the buffer is gone; `show` brings the old versions back.
         """
+        self._versions = get_versions(self.params)
+        self._hide(self._freed_classes)
+        set_versions(self.params, [FREED_VERSION] * len(self.params))
+
+    def delay(self, arrive: Callable[[], None]) -> None:
+        """Let the parameters wait for their values when they are used. See late.py.
+
+        Args:
+            arrive: Waits, and calls `show`. The same each time.
+        """
+        if not self._late_classes:
+            late = {kind: late_class(kind, arrive) for kind in set(self._classes)}
+            self._late_classes = [late[kind] for kind in self._classes]
+        self._hide(self._late_classes)
+
+    def _hide(self, classes: Sequence[type[nn.Parameter]]) -> None:
         if not self._placeholders:
             source = placeholder(self._views[0].dtype, self._views[0].device)
             self._placeholders = [source.expand(view.shape) for view in self._views]
-        self._versions = get_versions(self.params)
-        for param, stand_in, kind in zip(self.params, self._placeholders, self._freed_classes, strict=True):
+        for param, stand_in, kind in zip(self.params, self._placeholders, classes, strict=True):
             param.data = stand_in
             param.__class__ = kind
-        set_versions(self.params, [FREED_VERSION] * len(self.params))
 
     def find_unbound(self) -> int | None:
         """Return the first whole parameter that no longer has the memory that `show` gave it, or None."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -71,9 +71,33 @@ def without_torch_function() -> AbstractContextManager[None]:
     return context
 
 
+def attribute_of(func: Callable[..., Any]) -> str:
+    """Return the name of a method, or of the attribute that a descriptor's `__get__` or `__set__` serves."""
+    owner = getattr(func, "__self__", None)
+    if func.__class__.__name__ == "method-wrapper" and owner is not None:
+        return str(getattr(owner, "__name__", func.__name__))
+    return str(getattr(func, "__name__", func))
+
+
 def post_accumulate_hooks(param: Tensor) -> list[Callable[..., object]]:
     """Return the hooks that run when a parameter's gradient has been accumulated."""
     return list((param._post_accumulate_grad_hooks or {}).values())
+
+
+@contextmanager
+def on_a_stream_of_its_own(wanted: bool) -> Iterator[None]:
+    """Run a block's waits on a stream that does nothing else, and return when that stream has got there.
+
+    Args:
+        wanted: If False, or where there is no CUDA, the block is left alone.
+    """
+    if not wanted or not torch.cuda.is_initialized():
+        yield
+        return
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:

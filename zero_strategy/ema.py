@@ -125,6 +125,7 @@ class ShardedEMA:
 
     def _exchange(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
+            self.engine.wait_for_weights()
             parts = self.engine.parts()
             self.shards.exchange(parts.masters)
             publish_all(parts.buckets)

@@ -23,6 +23,7 @@ from zero_strategy.bucketing import check_model, describe_model
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.ledger import Ledger
 from zero_strategy.comm.topology import Topology
+from zero_strategy.compat import without_torch_function
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine_checks import (
     agreed_config,
@@ -42,6 +43,7 @@ from zero_strategy.module_buffers import BufferBroadcaster
 from zero_strategy.optim import full_state
 from zero_strategy.optim.elementwise import check_elementwise
 from zero_strategy.optim.ownership import Ownership
+from zero_strategy.optim.publish import Publisher
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer, StepSettings, check_params
 from zero_strategy.passes import BackwardPass, ForwardPass
 from zero_strategy.precision import Masters
@@ -141,6 +143,8 @@ class ZeroEngine(EngineState):
                 order, "The order in which modules ran"
             ),
         )
+        self._publisher = Publisher(model, self._places, self.config)
+        self._forward.listen(on_begin=self._publisher.before_root_forward)
         self._finish_construction()
 
     def _adopt(self, adoption: Adoption) -> None:
@@ -196,6 +200,7 @@ class ZeroEngine(EngineState):
             make_trainable=self._make_trainable,
             after_step=self._after_step,
             scaler=self.loss_scaler,
+            publisher=self._publisher,
             config=self.config,
         )
         sharded = ShardedOptimizer(optimizer, self._places, self._masters, self._collectives, settings)
@@ -248,9 +253,10 @@ class ZeroEngine(EngineState):
             optimizer.zero_grad(set_to_none)
         for bucket in self.buckets:
             bucket.grads.clear(keep_zeros=not set_to_none)
-        for param in self.model.parameters():
-            if param.grad is not None:
-                param.grad = None
+        with without_torch_function():  # which late parameters would answer through, one by one
+            for param in self.model.parameters():
+                if param.grad is not None:
+                    param.grad = None
 
     def _before_step(self) -> None:
         self._backward.check()
@@ -318,6 +324,8 @@ class ZeroEngine(EngineState):
         """
         if self.is_resting or any(bucket.policy.shard_params for bucket in self.buckets):
             return
+        if self.watch.failure is None:
+            self.wait_for_weights()
         self._forward.close()
         self._reducer.close()
         self._ownership.takes_gradients = False
@@ -341,7 +349,10 @@ class ZeroEngine(EngineState):
         self._lifecycle.close()
         self._reducer.close()
         self.loss_scaler.unlisten(self._multiply_grads)
-        self._topology.close()
+        try:
+            self._publisher.close()
+        finally:
+            self._topology.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ShardingError(
@@ -363,6 +374,7 @@ class ZeroEngine(EngineState):
 
     def _make_trainable(self, params: Sequence[nn.Parameter]) -> None:
         self._backward.check()
+        self.wait_for_weights()
         self._lifecycle.reshard_idle()
         self._bucket_set.make_trainable(params)
         if self._bucket_set.trains_fp16():

@@ -30,6 +30,7 @@ from zero_strategy.lifecycle import ParamLifecycle
 from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.optim.ownership import Ownership
 from zero_strategy.optim.places import Place
+from zero_strategy.optim.publish import Publisher
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.precision import Masters
 
@@ -48,8 +49,16 @@ class EngineState:
     _ownership: Ownership
     _masters: Masters
     _lifecycle: ParamLifecycle
+    _publisher: Publisher
 
     # -- whole values --
+
+    def wait_for_weights(self) -> None:
+        """Return when the weights of the last step are complete here, which `step()` does not wait for.
+
+        For code that reads the memory behind parameters, such as a CUDA graph; all else waits by itself.
+        """
+        self._publisher.wait()
 
     @contextmanager
     def unsharded_params(self, writeback: bool = False) -> Iterator[None]:
@@ -166,6 +175,7 @@ class EngineState:
 
     def sync_masters_from_params(self) -> None:
         """Take over the parameters' values after something else than the optimizer has written them."""
+        self.wait_for_weights()
         self._masters.take_params()
 
     # -- checkpoints --
@@ -208,6 +218,7 @@ class EngineState:
     def open_checkpoint(self, path: str | os.PathLike[str]) -> OpenCheckpoint:
         """Open a checkpoint to take it over in steps, as `load_checkpoint` does at once. Collective."""
         self.averages.require_out()
+        self.wait_for_weights()
         return OpenCheckpoint(self.parts(), os.fspath(path))
 
     def parts(self) -> Parts:
@@ -229,6 +240,7 @@ class EngineState:
     def _begin_call(self, name: str) -> None:
         """Find out whether all ranks make the same call, before their gathers are mixed up."""
         self._collectives.require_same([f"engine.{name}()"], "The call")
+        self.wait_for_weights()
 
     def _require_all_intact(self, name: str) -> None:
         """Begin a call that saves: what one rank has done to its model is raised on all. Collective."""
@@ -242,6 +254,7 @@ class EngineState:
 
     def _require_intact(self) -> None:
         self.averages.require_out()
+        self.wait_for_weights()
         error = check_intact(self.model, self._places)
         if error is not None:
             raise error

@@ -95,7 +95,7 @@ class ForwardPass:
         self,
         *,
         on_begin: Callable[[], None],
-        on_end: Callable[[], None],
+        on_end: Callable[[], None] | None = None,
         on_interrupt: Callable[[nn.Module | None], None] | None = None,
     ) -> None:
         """Register a listener for the outermost forward.
@@ -107,7 +107,8 @@ class ForwardPass:
                 with the module of which a call is beginning now, if any.
         """
         self._on_begin.append(on_begin)
-        self._on_end.append(on_end)
+        if on_end is not None:
+            self._on_end.append(on_end)
         if on_interrupt is not None:
             self._on_interrupt.append(on_interrupt)
 

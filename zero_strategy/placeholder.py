@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.compat import parse_to, without_torch_function
+from zero_strategy.compat import attribute_of, parse_to, without_torch_function
 from zero_strategy.errors import ShardingError
 
 # Attributes and methods that answer without the data; the last line makes another tensor of the same kind, as
@@ -61,7 +61,7 @@ class FreedTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer questions about shape and kind; refuse what needs the values."""
-        name = _attribute(func)
+        name = attribute_of(func)
         if name == "data":
             if len(args) > 1 and not isinstance(args[1], FreedTensor):
                 _refuse(cls, "assignment to .data", args[:1], {})
@@ -119,14 +119,6 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
     """
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device)
-
-
-def _attribute(func: Callable[..., Any]) -> str:
-    """Return the name of a method, or of the attribute that a descriptor's `__get__` or `__set__` serves."""
-    owner = getattr(func, "__self__", None)
-    if func.__class__.__name__ == "method-wrapper" and owner is not None:
-        return str(getattr(owner, "__name__", func.__name__))
-    return str(getattr(func, "__name__", func))
 
 
 def _is_there_already(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:

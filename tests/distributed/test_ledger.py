@@ -432,6 +432,7 @@ def compare_with_the_kernel(stage: int) -> list[tuple[int, int]]:
         engine.backward(model(torch.randn(1, width)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
+        engine.wait_for_weights()
         dist.barrier()
         sent = loopback_bytes() - before
         dist.barrier()

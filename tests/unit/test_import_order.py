@@ -24,7 +24,7 @@ ORDER = [
     "layout", "bucketing", "estimate",
     "comm.stops", "comm.causes", "comm.waits", "comm.processes", "comm.links", "comm.main_thread",
     "comm.watch", "comm.topology", "comm.ledger", "comm.ordered", "comm.collectives", "comm.together",
-    "buffers", "placeholder", "gradient_wire", "bucket_grads", "bucket",
+    "buffers", "placeholder", "late", "gradient_wire", "bucket_grads", "bucket",
     "materialize", "module_buffers", "precision", "average",
     "passes", "need_order", "live_buckets", "lifecycle", "reducer",
     "optim.places", "optim.elementwise", "optim.clip", "optim.overflow", "optim.step_gradients",

@@ -51,8 +51,17 @@ class Handle:
         self._finish = finish
         self._waiting = waiting
 
-    def wait(self) -> None:
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return not self._works and self._finish is None
+
+    def wait(self, *, for_all_streams: bool = False) -> None:
         """Return when the result is there. May be called again, at no cost.
+
+        Args:
+            for_all_streams: On a device, wait until it is there for whatever is started afterwards; else for
+                what the current stream is given.
 
         Raises:
             ShardingError: Another rank has died, or did not take part before the process group's timeout.
@@ -60,7 +69,7 @@ class Handle:
         works, self._works = self._works, []
         finish, self._finish = self._finish, None
         if works:
-            with self._waiting():
+            with self._waiting(), compat.on_a_stream_of_its_own(for_all_streams):
                 for work in works:
                     work.wait()
         if finish is not None:

@@ -39,11 +39,12 @@ class StepSettings:
 
     Attributes:
         before_step: Called when a step begins; lets go of whole parameters that are about to be outdated.
-        after_step: Called when it has ended and the parameters agree.
+        after_step: Called when it has ended.
         is_claimed: Whether an optimizer of the engine holds a parameter already.
         make_trainable: Gives parameters that were frozen so far a place for gradients; collective.
         is_syncing: Whether an accumulation window ends here; inside `no_sync` there is nothing to clip yet.
         scaler: Says what gradients are to be divided by.
+        publisher: Makes the whole parameters agree.
         config: Resolved; its `gradient_clipping` counts if nobody has clipped since the last step.
     """
 
@@ -53,6 +54,7 @@ class StepSettings:
     make_trainable: Callable[[Sequence[nn.Parameter]], None]
     after_step: Callable[[], None]
     scaler: LossScaler
+    publisher: Publisher
     config: ZeroConfig
 
 
@@ -138,13 +140,13 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _update_all(self) -> None:
-        publisher = Publisher(self._run.settings.config.zero_optimization.allgather_bucket_size)
+        publisher = self._run.settings.publisher
         with torch.no_grad():
             for sub_group in self._sub_groups():
                 self._update(sub_group)
                 for bucket in sub_group:
                     publisher.start(bucket)
-        publisher.wait()
+        publisher.end_step()
 
     def _update(self, buckets: Sequence[Bucket]) -> None:
         """Step the user's optimizer over the slices of a few buckets."""
