@@ -4,7 +4,7 @@ What overlaps what is then the engine's schedule alone: the same on every machin
 reductions travel as ever, and values are right; but a layer moves the clock on by what it is said to compute,
 and a wait moves it to when the wire has carried what is waited for: one collective after the other, in the
 order in which they were started, each for a latency and its bytes over the bandwidth. Ranks do the same, so
-each has its own clock. Used by overlap.py and by the tests of the schedule.
+each has its own clock. Used by overlap.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The whole weights of a running engine, in 16 bits, written as a Hugging Face folder by rank 0.
 
 Buckets are gathered one at a time, in the order in which rank 0 needs them for its files, and it tells the
-others which comes next: see `_serve`. Called by the engine; what is written is `export`'s business.
+others which comes next: see `save_16bit`. Called by the engine; what is written is `export`'s business.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _NO_MORE = -1  # instead of the index of a bucket
 
 
 def save_16bit(parts: Parts, path: str, options: ExportOptions) -> None:
-    """Write the folder. Collective. See `ZeroEngine.save_16bit_model`."""
+    """Write the folder. Collective. What the arguments mean is said at `ZeroEngine.save_16bit_model`.
+
+    Rank 0 writes; for each bucket it comes to, it broadcasts the bucket's index and all ranks gather that
+    bucket. -1 ends it, also where writing has failed; then all ranks agree on what rank 0 raises.
+    """
     collectives = parts.collectives
     if collectives.rank != 0:
         while (wanted := collectives.broadcast_json(None)) != _NO_MORE:
