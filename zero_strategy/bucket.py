@@ -18,6 +18,7 @@ from zero_strategy.bucketing import BucketPlan
 from zero_strategy.buffers import empty_flat, free_storage, restore_storage, views_of
 from zero_strategy.comm.collectives import Collectives, Handle
 from zero_strategy.comm.ledger import MemoryUse
+from zero_strategy.comm.ordered import as_bytes
 from zero_strategy.compat import get_versions, set_versions
 from zero_strategy.errors import ShardingError
 from zero_strategy.gradient_wire import GradWire
@@ -295,6 +296,12 @@ class Bucket:
         if self.policy.shard_params:
             self.param_shard.copy_(self._own_range(self.flat))
         self.state.note_write(is_whole=True)
+
+    def take_rank_0s(self) -> bool:
+        """Give all ranks rank 0's whole parameters; tell whether this rank's were others. Collective."""
+        before = self.flat.clone()
+        self._collectives.broadcast(self.flat)
+        return not torch.equal(as_bytes(before), as_bytes(self.flat))
 
     # -- queries --
 

@@ -29,6 +29,7 @@ from zero_strategy.engine_checks import (
     agreed_config,
     check_not_sharded,
     check_not_wrapped,
+    loss_of_other_weights,
     needs_sharded_weight,
     step_at_rest,
 )
@@ -225,9 +226,11 @@ class ZeroEngine(EngineState):
             **kwargs: As for `Tensor.backward`.
 
         Raises:
-            ShardingError: A weight was needed that is sharded at that moment.
+            ShardingError: A weight was needed that is sharded at that moment; or ranks have trained apart
+                since `rest`, so that the loss is one of weights that are gone.
         """
-        self.wake()
+        if self.wake():
+            raise loss_of_other_weights()
         before = self._backward.num_ended
         try:
             self.loss_scaler.scale_loss(loss).backward(**kwargs)
@@ -320,7 +323,8 @@ class ZeroEngine(EngineState):
         """Let anybody train the model until `wake`; for front ends, at the end of a run.
 
         Another strategy, or a plain optimizer, finds the gradients where autograd puts them. State can be
-        saved as ever. Where parameters are sharded nobody else could use them, and nothing changes.
+        saved as ever, and gives all ranks rank 0's values. Where parameters are sharded nobody else could use
+        them, and nothing changes.
         """
         if self.is_resting or any(bucket.policy.shard_params for bucket in self.buckets):
             return
@@ -330,13 +334,19 @@ class ZeroEngine(EngineState):
         self._reducer.close()
         self._ownership.takes_gradients = False
 
-    def wake(self) -> None:
-        """Train the model again, from the values its parameters have now. Nothing to do for one awake."""
-        if self.is_resting:
-            self._ownership.takes_gradients = True
-            self._forward.open()
-            self._reducer.reopen()
-            self._masters.take_params()
+    def wake(self) -> bool:
+        """Train the model again, from the values that rank 0's parameters have now. Collective.
+
+        Returns:
+            Whether any rank had other values until now. False for an engine that is awake.
+        """
+        if not self.is_resting:
+            return False
+        self._begin_call("wake")
+        self._ownership.takes_gradients = True
+        self._forward.open()
+        self._reducer.reopen()
+        return self._take_rank_0s()
 
     def close(self) -> None:
         """Take everything off the model that the engine has put on it, and give the process groups back.

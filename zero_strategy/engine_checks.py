@@ -89,6 +89,16 @@ def step_at_rest() -> ShardingError:
     )
 
 
+def loss_of_other_weights() -> ShardingError:
+    """Return what the first backward after `engine.rest()` raises where ranks have trained apart."""
+    return ShardingError(
+        what="The ranks had different weights when backward() was called, the first since a run ended.",
+        why="Others have trained the model meanwhile, each rank by itself. All ranks have rank 0's weights "
+        "now, and the loss was computed with those from before.",
+        fix="Call engine.wake() before the forward; or compute the loss anew and go on from here.",
+    )
+
+
 def not_a_parameter(tensor: Tensor) -> ShardingError:
     """Return what is raised for a tensor that is not one of the model's parameters."""
     return ShardingError(

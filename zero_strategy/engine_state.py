@@ -250,7 +250,21 @@ class EngineState:
         self._collectives.agree(check_intact(self.model, self._places, takes_grads=takes_grads))
         self._masters.follow_writes()
         if not takes_grads:
-            self._masters.take_params()  # others may have trained the model meanwhile
+            self._take_rank_0s()
+
+    def _take_rank_0s(self) -> bool:
+        """Take over what others have made of the parameters: rank 0's values. Collective.
+
+        Returns:
+            Whether any rank had other values, the same on all. If so, autograd refuses graphs built on them.
+        """
+        changed = [bucket.take_rank_0s() for bucket in self.buckets]
+        were_others = any(self._collectives.gather_json(any(changed)))
+        if were_others:
+            for bucket in self.buckets:
+                bucket.state.note_write(is_whole=True)
+        self._masters.take_params()
+        return were_others
 
     def _require_intact(self) -> None:
         self.averages.require_out()

@@ -211,19 +211,11 @@ def reusable_engine(module: nn.Module, config: ZeroConfig, precision: str) -> Ze
         engine.close()  # `configure_model` has built the module anew
         return None
     if shards_alike(engine.config, config) and not _would_convert(module, precision):
-        _wake(engine)
+        engine.wake()
         engine.module_buffers.broadcast_all()
         return engine
     _give_up(engine, config, precision)
     return None
-
-
-def _wake(engine: ZeroEngine) -> None:
-    """Have an engine train its module again, from rank 0's values: others may have written them meanwhile."""
-    if engine.is_resting:
-        engine.wake()
-        with engine.unsharded_params(writeback=True):
-            pass
 
 
 def _give_up(engine: ZeroEngine, config: ZeroConfig, precision: str) -> None:
