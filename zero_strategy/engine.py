@@ -44,8 +44,9 @@ from zero_strategy.module_buffers import BufferBroadcaster
 from zero_strategy.optim import full_state
 from zero_strategy.optim.elementwise import check_elementwise
 from zero_strategy.optim.ownership import Ownership
+from zero_strategy.optim.places import check_params
 from zero_strategy.optim.publish import Publisher
-from zero_strategy.optim.sharded_optimizer import ShardedOptimizer, StepSettings, check_params
+from zero_strategy.optim.sharded_optimizer import ShardedOptimizer, StepSettings
 from zero_strategy.passes import BackwardPass, ForwardPass
 from zero_strategy.precision import Masters
 from zero_strategy.reducer import GradReducer
@@ -116,10 +117,14 @@ class ZeroEngine(EngineState):
         self._ownership = Ownership(self._places)
         self.optimizers = self._ownership.optimizers
         self.loss_scaler = loss_scaler or LossScaler(self.config.fp16, is_active=False)
+        self._listen_to_passes()
+        self._finish_construction()
 
+    def _listen_to_passes(self) -> None:
+        """Make what does its work while forwards and backwards run; who listens first is called first."""
         zero = self.config.zero_optimization
         self._backward = BackwardPass()
-        self._forward = ForwardPass(model, self._backward)
+        self._forward = ForwardPass(self.model, self._backward)
         self._reducer = GradReducer(
             self.buckets,
             self._collectives,
@@ -129,7 +134,9 @@ class ZeroEngine(EngineState):
             gather_order=lambda: self._lifecycle.order_digest(),
             is_scaled=self._is_scaled_backward,
         )
-        self.module_buffers = BufferBroadcaster(model, self._collectives, lambda: self._reducer.is_syncing)
+        self.module_buffers = BufferBroadcaster(
+            self.model, self._collectives, lambda: self._reducer.is_syncing
+        )
         self.module_buffers.broadcast_all()
         if self.config.broadcast_buffers:
             buffers = self.module_buffers
@@ -144,9 +151,8 @@ class ZeroEngine(EngineState):
                 order, "The order in which modules ran"
             ),
         )
-        self._publisher = Publisher(model, self._places, self.config)
+        self._publisher = Publisher(self.model, self._places, self.config)
         self._forward.listen(on_begin=self._publisher.before_root_forward)
-        self._finish_construction()
 
     def _adopt(self, adoption: Adoption) -> None:
         self.ledger.watch(self._bucket_set.memory)

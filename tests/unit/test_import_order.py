@@ -28,7 +28,7 @@ ORDER = [
     "materialize", "module_buffers", "precision", "average",
     "passes", "need_order", "live_buckets", "lifecycle", "reducer",
     "optim.places", "optim.elementwise", "optim.clip", "optim.overflow", "optim.step_gradients",
-    "optim.full_state", "optim.publish", "optim.sharded_optimizer", "optim.ownership",
+    "optim.full_state", "optim.publish", "optim.slice_step", "optim.sharded_optimizer", "optim.ownership",
     "intact", "bucket_set",
     "checkpoint.elements", "checkpoint.folders", "checkpoint.safetensors_io", "checkpoint.records",
     "checkpoint.extra", "checkpoint.manifest", "checkpoint.format", "checkpoint.inspection", "checkpoint.hf",

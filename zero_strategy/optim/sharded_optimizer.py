@@ -1,16 +1,16 @@
 """The user's optimizer, run on this rank's slices.
 
 Param groups hold the user's parameters, as ever: schedulers write to them, callbacks read them. Only inside
-`step()` they hold this rank's slices of the master weights instead, each with its reduced gradient, and the
-user's own class updates those. So any element-wise optimizer works, with its own state, and a slice without a
-gradient is skipped as a parameter without one would be.
+`step()` the user's own class finds this rank's slices there and updates those (slice_step.py). So any
+element-wise optimizer works, with its own state, and a slice without a gradient is skipped as a parameter
+without one would be.
 
 Invariant: no method but `step` assigns to `self`. Lightning's wrapper runs them with itself as `self`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,11 @@ from zero_strategy.errors import ConfigError
 from zero_strategy.layout import ShardSlice
 from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.optim import full_state
-from zero_strategy.optim.elementwise import counts_steps_per_tensor
-from zero_strategy.optim.places import Place, SliceState
+from zero_strategy.optim.places import Place, SliceState, check_params
 from zero_strategy.optim.publish import Publisher
+from zero_strategy.optim.slice_step import SliceStep
 from zero_strategy.optim.step_gradients import StepGradients
-from zero_strategy.precision import Masters, MasterShard
+from zero_strategy.precision import Masters
 
 
 @dataclass
@@ -67,6 +67,7 @@ class _Run:
     places: dict[nn.Parameter, Place]
     masters: Masters
     grads: StepGradients
+    update: SliceStep
     step_was_skipped: bool = False
 
 
@@ -102,7 +103,14 @@ class ShardedOptimizer(Optimizer):
             is_syncing=settings.is_syncing,
             checks_overflow=settings.config.bf16.check_grad_overflow,
         )
-        self._run = _Run(collectives, settings, places, masters, grads)
+        update = SliceStep(
+            inner,
+            places,
+            masters,
+            settings.publisher,
+            sub_group_numel=settings.config.zero_optimization.sub_group_size,
+        )
+        self._run = _Run(collectives, settings, places, masters, grads, update)
         groups = inner.param_groups
         super().__init__(groups, inner.defaults)
         inner.param_groups = groups  # the very list that others may hold, which torch has begun anew
@@ -133,56 +141,11 @@ class ShardedOptimizer(Optimizer):
         run.step_was_skipped = run.grads.must_skip()
         try:
             if not run.step_was_skipped:
-                self._update_all()
+                run.update.run(self.param_groups, self.buckets, run.grads.factor)
             run.grads.end_step(run.step_was_skipped)
         finally:
             run.settings.after_step()
         return loss
-
-    def _update_all(self) -> None:
-        publisher = self._run.settings.publisher
-        with torch.no_grad():
-            for sub_group in self._sub_groups():
-                self._update(sub_group)
-                for bucket in sub_group:
-                    publisher.start(bucket)
-        publisher.end_step()
-
-    def _update(self, buckets: Sequence[Bucket]) -> None:
-        """Step the user's optimizer over the slices of a few buckets."""
-        run = self._run
-        masters = {bucket: run.masters.of(bucket) for bucket in buckets}
-        stepped: list[Tensor] = []
-        users_params = [group["params"] for group in self.param_groups]
-        try:
-            for group, params in zip(self.param_groups, users_params, strict=True):
-                places = [place for param in params if (place := run.places[param]).bucket in masters]
-                group["params"] = [
-                    w for place in places for w in masters[place.bucket].weights_of(place.param_index)
-                ]
-                stepped += group["params"]
-            self._give_grads(masters, stepped)
-            self._inner.step()
-        finally:
-            for group, params in zip(self.param_groups, users_params, strict=True):
-                group["params"] = params
-            for weight in stepped:
-                weight.grad = None
-        for shard in masters.values():
-            shard.round_into_shard()
-
-    def _give_grads(self, masters: Mapping[Bucket, MasterShard], stepped: Sequence[Tensor]) -> None:
-        """Give the slices that are stepped their reduced gradients, each as its `.grad`."""
-        factor = self._run.grads.factor
-        grads = {
-            weight: grad
-            for bucket, shard in masters.items()
-            for weight, grad in zip(map(id, shard.slices), bucket.grads.by_slice(), strict=True)
-        }
-        for weight in stepped:
-            grad = grads[id(weight)]
-            if grad is not None:
-                weight.grad = _times(grad, factor, weight)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -391,63 +354,3 @@ class ShardedOptimizer(Optimizer):
             place = self._run.places[param]
             wanted.setdefault(place.bucket, set()).add(place.param_index)
         yield from wanted.items()
-
-    def _sub_groups(self) -> Iterator[list[Bucket]]:
-        """Yield the buckets to step at a time; all, if the user's optimizer might count or tell its steps."""
-        num_hooks = len(self._inner._optimizer_step_pre_hooks) + len(self._inner._optimizer_step_post_hooks)
-        if num_hooks or not counts_steps_per_tensor(self._inner):
-            yield self.buckets
-            return
-        limit_numel = self._run.settings.config.zero_optimization.sub_group_size
-        chunk: list[Bucket] = []
-        filled_numel = 0
-        for bucket in self.buckets:
-            if chunk and filled_numel + bucket.owned_numel > limit_numel:
-                yield chunk
-                chunk, filled_numel = [], 0
-            chunk.append(bucket)
-            filled_numel += bucket.owned_numel
-        yield chunk
-
-
-def _times(grad: Tensor, factor: float, weight: Tensor) -> Tensor:
-    """Return a gradient as a weight's, in its dtype and shape; itself if there is nothing to do."""
-    if factor != 1.0:
-        grad = grad.to(weight.dtype, copy=True).mul_(factor)
-    elif grad.dtype != weight.dtype:
-        grad = grad.to(weight.dtype)
-    return grad if weight.dim() else grad.view(())
-
-
-def check_params(
-    params: Iterable[nn.Parameter],
-    places: dict[nn.Parameter, Place],
-    is_claimed: Callable[[nn.Parameter], bool],
-    *,
-    may_be_frozen: bool = False,
-) -> ConfigError | None:
-    """Return why parameters cannot be optimized by this engine, or None."""
-    for position, param in enumerate(params):
-        place = places.get(param)
-        if place is None:
-            return ConfigError(
-                what=f"The optimizer holds a parameter that the sharded model does not have: number "
-                f"{position}, of shape {tuple(param.shape)}.",
-                why="Its gradient would never be reduced, so each rank would train its own copy.",
-                fix="Build the optimizer from the parameters of the model that was given to ZeroEngine, and "
-                "one engine for each model.",
-            )
-        if is_claimed(param):
-            return ConfigError(
-                what=f"Parameter {place.fqn!r} belongs to an optimizer of this engine already.",
-                why="Two optimizers would update the same master weights.",
-                fix="Give each parameter to one optimizer, and call shard_optimizer once for each.",
-            )
-        if not (place.bucket.trainable or param.requires_grad or may_be_frozen):
-            return ConfigError(
-                what=f"The optimizer holds the frozen parameter {place.fqn!r}.",
-                why="Masters and gradients of a parameter that is not trained would be memory for nothing.",
-                fix="Give the optimizer only parameters with requires_grad=True. To train this one later: "
-                "param.requires_grad_(True), then optimizer.add_param_group({'params': [param]}).",
-            )
-    return None
