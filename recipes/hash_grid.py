@@ -91,7 +91,8 @@ class Cell(NamedTuple):
         if self.values is None:
             return "DDP"
         named = [f"stage {self.values[0]}"]
-        named += [f"{name} {value:,}" for name, value in zip(AXES, self.values[1:], strict=False)]
+        for name, value in zip(AXES, self.values[1:], strict=False):
+            named.append(f"{name} {value}" if isinstance(value, bool) else f"{name} {value:,}")
         return ", ".join(named) + (", no_sync" if self.no_sync else "")
 
 
