@@ -17,7 +17,7 @@ from zero_strategy.bucket import publish_all
 from zero_strategy.checkpoint import full_weights
 from zero_strategy.comm.together import agreed
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.errors import ConfigError, ShardingError
+from zero_strategy.errors import CheckpointError, ConfigError, ShardingError
 
 
 class ShardedEMA:
@@ -162,7 +162,8 @@ class ShardedEMA:
                 at its present weights; one that is frozen here is left alone.
 
         Raises:
-            CheckpointError: A tensor has another shape than the parameter of its name.
+            CheckpointError: It is no state of an average, or a tensor has another shape than the parameter of
+                its name.
         """
         self._require_out("load_state_dict()")
         parts = self.engine.parts()
@@ -208,5 +209,29 @@ def _bad_decay(decay: float) -> ConfigError:
     )
 
 
-def _content(state_dict: Mapping[str, Any]) -> tuple[Any, int]:
-    return state_dict.get("weights", {}), int(state_dict.get("num_updates", 0))
+def _content(state_dict: Any) -> tuple[Any, int]:
+    """Return the weights and the number of updates.
+
+    Raises:
+        CheckpointError: They are something else.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise _no_state(f"a {type(state_dict).__name__}")
+    weights, num_updates = state_dict.get("weights", {}), state_dict.get("num_updates", 0)
+    if not isinstance(weights, Mapping):
+        raise _no_state(f"its 'weights' is of type {type(weights).__name__}")
+    try:
+        count = int(num_updates)
+    except (TypeError, ValueError):
+        count = -1
+    if count < 0:
+        raise _no_state(f"its 'num_updates' is {num_updates!r}")
+    return weights, count
+
+
+def _no_state(found: str) -> CheckpointError:
+    return CheckpointError(
+        what=f"This is no state of an average: {found}.",
+        why="It is a dict of 'num_updates', a number, and of 'weights', tensors by name; rank 0's is used.",
+        fix="Pass what `state_dict()` of a ShardedEMA returned on rank 0.",
+    )

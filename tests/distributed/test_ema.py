@@ -281,10 +281,18 @@ def test_what_would_mix_up_weights_and_average_is_refused_on_all_ranks(stage: in
         ema.load_state_dict({"num_updates": 1, "weights": {"head.weight": torch.zeros(2)}})
     with expect_error(zs.CheckpointError, ["'tail.weight'", "by name"]):
         ema.load_state_dict({"num_updates": 1, "weights": {"tail.weight": torch.zeros(2)}})
-    no_averages: tuple[Any, ...] = ([], {"weights": 7}, {"num_updates": "x"})
-    for given in no_averages:
-        with expect_error(zs.CheckpointError, ["[rank 0]"]):
+    no_averages: list[tuple[Any, str]] = [
+        ([], "a list"),
+        ({"weights": 7}, "its 'weights' is of type int"),
+        ({"num_updates": "x"}, "its 'num_updates' is 'x'"),
+        ({"num_updates": -1}, "its 'num_updates' is -1"),
+    ]
+    averages = ema.state_dict()
+    for given, found in no_averages:
+        texts = [f"[rank 0] This is no state of an average: {found}.", "'num_updates', a number", "on rank 0"]
+        with expect_error(zs.CheckpointError, texts):
             ema.load_state_dict(given if rank() == 0 else {})
+    assert_same(ema.state_dict(), averages)
     train(engine.model, optimizer, 1)
     engine.close()
 

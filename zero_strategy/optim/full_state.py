@@ -105,8 +105,8 @@ def scatter(optimizer: SlicedOptimizer, state_dict: dict[str, Any], collectives:
                 continue
             bucket = optimizer.place_of(param).bucket
             whole = empty_flat(param.numel(), getattr(torch, kind[1]), bucket.flat.device)
-            source = state_dict["state"][saved_id][key] if is_source else None
-            agreed(collectives, lambda: _fill(whole, source))  # noqa: B023
+            if is_source:
+                whole.copy_(state_dict["state"][saved_id][key].detach().reshape(-1))
             collectives.broadcast(whole)
             for piece, weight in optimizer.slices_of(param):
                 optimizer.state[weight][key] = cut(whole, param.numel(), piece, weight)
@@ -203,11 +203,6 @@ def describe_optimizer(optimizer: Optimizer, places: Mapping[nn.Parameter, Place
 # -- helpers --
 
 
-def _fill(whole: Tensor, source: Tensor | None) -> None:
-    if source is not None:
-        whole.copy_(source.detach().reshape(-1))
-
-
 def _text_of(value: Any) -> str:
     """Return what a setting says, and of an object its class only: an address would differ between ranks."""
     return str(value.tolist()) if isinstance(value, Tensor) else type(value).__name__
@@ -299,7 +294,7 @@ def _read_table(optimizer: SlicedOptimizer, groups: Any, state: Any) -> dict[str
         "ids": ids,
         "state": {
             str(index): {
-                key: describe_kind(
+                key: _describe_saved(
                     value, param.numel(), f"The saved state {key!r} of {fqn_of(optimizer, param)!r}"
                 )
                 for key, value in state[index].items()
@@ -308,3 +303,19 @@ def _read_table(optimizer: SlicedOptimizer, groups: Any, state: Any) -> dict[str
             if index in state
         },
     }
+
+
+def _describe_saved(value: Any, numel: int, subject: str) -> list[Any]:
+    """As `describe_kind`, of an entry that can be copied: one that cannot must not be met half-way."""
+    kind = describe_kind(value, numel, subject)
+    if kind[0] == "elements":
+        try:
+            first = value.detach().reshape(-1)[:1]
+            torch.empty(first.shape, dtype=first.dtype, device="cpu").copy_(first)
+        except (RuntimeError, NotImplementedError) as error:
+            raise CheckpointError(
+                what=f"{subject} cannot be copied: {str(error).partition(chr(10))[0]}",
+                why="State is sent from rank 0 as plain tensors. Nothing has been loaded.",
+                fix="Pass dense tensors that hold values, as `optimizer.state_dict()` returned them.",
+            ) from error
+    return kind
