@@ -23,7 +23,7 @@ from zero_strategy.compat import get_versions, set_versions
 from zero_strategy.errors import ShardingError
 from zero_strategy.gradient_wire import GradWire
 from zero_strategy.late import late_class
-from zero_strategy.layout import BucketLayout, ShardSlice
+from zero_strategy.layout import BucketLayout
 from zero_strategy.log import span
 from zero_strategy.placeholder import freed_class, placeholder
 
@@ -113,11 +113,15 @@ class Bucket:
 
     Attributes:
         index: Position among the engine's buckets; changes when one of them is exchanged.
+        name, unit, policy, trainable, is_root: As in `BucketPlan`.
         layout: Where each parameter lies.
         flat: [padded_numel] param_dtype; whole buffer. Its storage is empty while the bucket is sharded.
         param_shard: [owned_numel] param_dtype; this rank's own part, a range of `flat` unless parameters are
             sharded.
+        owned_numel: Elements of `param_shard`: one shard, or all, where the optimizer state is whole.
         slices: What of each parameter lies in `param_shard`. All of it, where the optimizer state is whole.
+        state: The parameters, and which of their faces they show.
+        is_whole: Whether the parameters are views of `flat`; else they are placeholders.
         grads: The gradients.
     """
 
@@ -152,9 +156,9 @@ class Bucket:
         self.layout = BucketLayout.build(shapes, collectives.world_size, plan.dtype.itemsize)
         self.flat = empty_flat(self.layout.padded_numel, plan.dtype, device)
         self.state = ParamState(plan.params, views_of(self.flat, self.layout), names)
-        own_shards = (collectives.rank, 1) if plan.policy.shard_optim else (0, self.layout.num_shards)
-        self.slices: tuple[ShardSlice, ...] = self.layout.slices(*own_shards)
-        self.owned_numel = own_shards[1] * self.layout.shard_numel
+        own = self.layout.own_part(collectives.rank, is_cut=plan.policy.shard_optim)
+        self._own, self.slices = own
+        self.owned_numel = len(self._own)
         self.param_shard = self._own_range(self.flat)
         self.is_whole = True
         self._was_written = False  # by modules, and so far unknown to the masters
@@ -166,8 +170,8 @@ class Bucket:
             self.layout,
             plan.policy,
             collectives,
-            param_dtype=plan.dtype,
-            device=device,
+            own=own,
+            like=self.flat,
             wire=wire,
         )
 
@@ -369,8 +373,7 @@ class Bucket:
         return self._own_range(target).clone()
 
     def _own_range(self, flat: Tensor) -> Tensor:
-        start = self._collectives.rank * self.layout.shard_numel if self.policy.shard_optim else 0
-        return flat[start : start + self.owned_numel]
+        return flat[self._own.start : self._own.stop]
 
     def _free(self) -> None:
         self.state.free()

@@ -17,7 +17,7 @@ from zero_strategy.comm.collectives import Collectives, Handle
 from zero_strategy.comm.ledger import MemoryUse
 from zero_strategy.errors import ShardingError
 from zero_strategy.gradient_wire import GradWire
-from zero_strategy.layout import BucketLayout, ShardSlice
+from zero_strategy.layout import BucketLayout, OwnPart, ShardSlice
 from zero_strategy.log import span
 
 
@@ -41,8 +41,8 @@ class BucketGrads:
         policy: BucketPolicy,
         collectives: Collectives,
         *,
-        param_dtype: torch.dtype,
-        device: torch.device,
+        own: OwnPart,
+        like: Tensor,
         wire: GradWire,
     ) -> None:
         """Begin with no gradients.
@@ -52,25 +52,22 @@ class BucketGrads:
             layout: Where each parameter lies.
             policy: What of them is sharded.
             collectives: For reductions.
-            param_dtype: Of the parameters, and so of what autograd delivers.
-            device: Where they live.
+            own: What of the bucket this rank owns.
+            like: Has the parameters' dtype, which is that of what autograd delivers, and their device.
             wire: How they accumulate and travel.
         """
         self._name = name
         self._layout = layout
         self._policy = policy
         self._collectives = collectives
-        self._param_dtype = param_dtype
-        self._device = device
+        self._own, self._pieces = own
+        self._param_dtype, self._device = like.dtype, like.device
         self._wire = wire
-        self.dtype = wire.accum_dtype or param_dtype
-        self.wire_dtype = wire.wire_dtype or param_dtype
-        first, count = (collectives.rank, 1) if policy.shard_optim else (0, layout.num_shards)
-        self._own_start, self._own_numel = first * layout.shard_numel, count * layout.shard_numel
-        self._pieces = layout.slices(first, count)
+        self.dtype = wire.accum_dtype or like.dtype
+        self.wire_dtype = wire.wire_dtype or like.dtype
         whole = ((param.start, param.numel) for param in layout.params)
         self._whole_cuts = Cuts(whole, layout.padded_numel)
-        self._shard_cuts = Cuts(((piece.shard_start, piece.numel) for piece in self._pieces), self._own_numel)
+        self._shard_cuts = Cuts(((piece.shard_start, piece.numel) for piece in self._pieces), len(self._own))
         self.full: Tensor | None = None
         self.shard: Tensor | None = None
         self._places: list[Tensor] = []  # each parameter's part of `full`, in its shape
@@ -194,7 +191,7 @@ class BucketGrads:
         for grad in {grad.untyped_storage().data_ptr(): grad for grad in held}.values():
             nbytes = grad.untyped_storage().nbytes()
             numel = nbytes // grad.element_size()
-            is_shard = numel == self._own_numel and self._policy.shard_optim
+            is_shard = numel == len(self._own) and self._policy.shard_optim
             used = sum(piece.numel for piece in self._pieces) if is_shard else self._layout.numel
             use.grads += nbytes
             use.padding += (numel - used) * grad.element_size()
@@ -221,8 +218,8 @@ class BucketGrads:
     def _mean_target(self, full: Tensor) -> Tensor:
         """Return where the mean goes: in place where whole gradients are kept, else a new tensor."""
         if not self._policy.shard_grads and self.dtype == full.dtype:
-            return full[self._own_start : self._own_start + self._own_numel]
-        return empty_flat(self._own_numel, self.dtype, full.device)
+            return full[self._own.start : self._own.stop]
+        return empty_flat(len(self._own), self.dtype, full.device)
 
     def _accept(self, handle: Handle, mean: Tensor) -> None:
         handle.wait()

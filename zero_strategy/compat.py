@@ -47,6 +47,23 @@ def is_in_backward() -> bool:
     return current_backward() != -1
 
 
+def registered_params(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Yield every parameter, a shared one more than once.
+
+    By way of torch's own tables: `model.parameters()` builds every name, which takes several times as long.
+    """
+    stack, seen = [model], {id(model)}
+    while stack:
+        module = stack.pop()
+        for param in module._parameters.values():
+            if param is not None:
+                yield param
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                stack.append(child)
+
+
 def num_running_calls(module: torch.nn.Module) -> int:
     """Return how many calls of a module that has hooks are on this thread's stack, at most. Takes a while."""
     # What `torch.compile` makes of a frame after a graph break has another name, and perhaps no `self`.

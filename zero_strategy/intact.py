@@ -7,10 +7,11 @@ every step looks at every parameter, a look is a few C calls; names are found wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 
+from zero_strategy.compat import registered_params
 from zero_strategy.errors import ShardingError
 from zero_strategy.optim.places import Place
 
@@ -27,7 +28,7 @@ def check_intact(
     """
     known = dict(zip(map(id, places), places.values(), strict=True))
     missing = dict(known)
-    for param in _params(model):
+    for param in registered_params(model):
         if missing.pop(id(param), None) is None and id(param) not in known:
             return _changed(f"Parameter {_fqn(model, param)!r} was not there when the model was sharded.")
         if takes_grads and param.grad is not None:
@@ -47,20 +48,6 @@ def check_intact(
                 f"model.to(dtype) or `param.data = ...`)."
             )
     return None
-
-
-def _params(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield every parameter, a shared one more than once."""
-    stack, seen = [model], {id(model)}
-    while stack:
-        module = stack.pop()
-        for param in module._parameters.values():
-            if param is not None:
-                yield param
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                stack.append(child)
 
 
 def _fqn(model: nn.Module, wanted: nn.Parameter) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ALIGN_NUMEL = 16  # elements: the widest vector a fused optimizer uses (16 fp32 lanes of AVX-512)
 ALIGN_BYTES = 64  # bytes: a cache line, and the alignment of torch's own CPU allocations
@@ -52,6 +53,18 @@ class ShardSlice:
     param_start: int
     shard_start: int
     numel: int
+
+
+class OwnPart(NamedTuple):
+    """What a rank owns of a bucket: updates, and keeps the optimizer's state of.
+
+    Attributes:
+        elements: Of the whole flat buffer.
+        slices: Of the parameters, `shard_start` counted from the first of `elements`.
+    """
+
+    elements: range
+    slices: tuple[ShardSlice, ...]
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,17 @@ class BucketLayout:
         if self.padded_numel > end:
             gaps.append((end, self.padded_numel - end))
         return gaps
+
+    def own_part(self, rank: int, *, is_cut: bool) -> OwnPart:
+        """Return what a rank owns.
+
+        Args:
+            rank: The rank.
+            is_cut: Whether it owns its shard only; else everything, where the optimizer state is whole.
+        """
+        first, count = (rank, 1) if is_cut else (0, self.num_shards)
+        elements = range(first * self.shard_numel, (first + count) * self.shard_numel)
+        return OwnPart(elements, self.slices(first, count))
 
     def slices(self, first_shard: int, num_shards: int = 1) -> tuple[ShardSlice, ...]:
         """Return the parts of the parameters that lie in `num_shards` neighbouring shards.

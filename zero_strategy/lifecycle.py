@@ -103,8 +103,9 @@ class ParamLifecycle:
             _replace(table, old, buckets)
         for module, used in self._used.items():
             _replace(used, old, [bucket for bucket, plan in new if module in plan.modules])
-        for bucket in buckets if num_users else ():
-            self._live.gather(bucket)
+        if num_users:
+            for bucket in buckets:
+                self._live.gather(bucket)
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -155,8 +156,9 @@ class ParamLifecycle:
     def _on_forward_interrupt(self, beginning: nn.Module | None) -> None:
         # No module that was running has let go of what it held. The one that begins has its hold already.
         self._num_users = dict.fromkeys(self._buckets, self._num_all_whole)
-        for bucket in [] if beginning is None else self._used.get(beginning, []):
-            self._num_users[bucket] += 1
+        if beginning is not None:
+            for bucket in self._used.get(beginning, []):
+                self._num_users[bucket] += 1
         self.reshard_idle()
 
     def _on_backward_end(self) -> None:

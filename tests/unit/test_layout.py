@@ -143,3 +143,18 @@ def test_layouts_of_equal_input_are_equal_and_cannot_be_changed() -> None:
 
 def test_rounding_up_gives_the_next_multiple_or_the_number_itself() -> None:
     assert [round_up(value, 16) for value in (0, 1, 15, 16, 17)] == [0, 16, 16, 16, 32]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_ranks_own_covers_the_buffer_once_or_is_everything(world_size: int) -> None:
+    layout = BucketLayout.build([("a", (7, 15)), ("b", (300,)), ("c", ()), ("d", (0, 4))], world_size, 4)
+    parts = [layout.own_part(rank, is_cut=True) for rank in range(world_size)]
+    assert [element for part in parts for element in part.elements] == list(range(layout.padded_numel))
+    for part in parts:
+        for piece in part.slices:
+            first = part.elements[piece.shard_start]
+            assert first == layout.params[piece.param_index].start + piece.param_start
+            assert piece.shard_start + piece.numel <= len(part.elements)
+    whole = layout.own_part(world_size - 1, is_cut=False)
+    assert whole.elements == range(layout.padded_numel)
+    assert [piece.numel for piece in whole.slices] == [7 * 15, 300, 1]

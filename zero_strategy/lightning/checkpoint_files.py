@@ -302,10 +302,10 @@ def _unsafe_classes(source: Any) -> list[str]:
 
 def _unreadable(subject: str, error: Exception) -> CheckpointError:
     said = str(error).partition("\n")[0].partition(". ")[0]
+    lacks_classes = isinstance(error, ImportError | AttributeError)
+    otherwise = "holds objects of classes that are not to be found here" if lacks_classes else "no checkpoint"
     return CheckpointError(
         what=f"{subject[:1].upper()}{subject[1:]} cannot be read: {type(error).__name__}: {said}",
-        why="It is damaged, or no checkpoint."
-        if not isinstance(error, ImportError | AttributeError)
-        else "It is damaged, or holds objects of classes that are not to be found here.",
+        why=f"It is damaged, or {otherwise}.",
         fix="Use another copy, or an earlier checkpoint.",
     )

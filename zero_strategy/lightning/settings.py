@@ -146,8 +146,9 @@ def note_uncast_batches(module: nn.Module, precision: str) -> None:
         module: The user's.
         precision: Of the precision plugin, such as "32-true".
     """
-    dtypes = {param.dtype for param in module.parameters() if param.dtype in (torch.bfloat16, torch.float16)}
-    for dtype in dtypes if precision == "32-true" else ():
+    if precision != "32-true":
+        return
+    for dtype in {param.dtype for param in module.parameters()} & {torch.bfloat16, torch.float16}:
         meant = "bf16-true" if dtype == torch.bfloat16 else "16-true"
         log_once(
             f"{type(module).__name__} has parameters in {str(dtype).removeprefix('torch.')} and Lightning "

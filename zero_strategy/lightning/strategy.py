@@ -117,10 +117,8 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         module = self.lightning_module
         assert module is not None
         former = find_engine(module)
-        if (
-            former is not None and former is not self._engine
-        ):  # another Trainer's, whose last run may have failed
-            former.watch.forgive()
+        if former is not None and former is not self._engine:
+            former.watch.forgive()  # it is another Trainer's, whose last run may have failed
         engine = reusable_engine(module, config, precision)
         if engine is not None:
             return engine
