@@ -1,12 +1,13 @@
-"""Shows that no setting changes a number: hashes what training leaves, over a grid of settings.
+"""Shows that the stage and settings of speed and memory change no number: hashes what training leaves.
 
 Every cell trains the same small model on the same data: stage x bucket size x overlap x prefetch x parameters
-kept whole x parameters whole at a time. Hashed are the weights on every rank, the fp32 masters and the whole
+kept whole x parameters whole at a time. How much is stepped and gathered at a time, and how long a unit is
+kept for reuse, take turns over those. Hashed are the weights on every rank, the fp32 masters and the whole
 optimizer state. One line a group, and in a group all hashes must be one; else the cells that differ are named
 and the exit status is 1.
 
     python recipes/hash_grid.py              # everything, some minutes
-    python recipes/hash_grid.py --quick      # every value of every setting, seconds
+    python recipes/hash_grid.py --quick      # every value of every setting at stage 3, seconds
     python recipes/hash_grid.py --ranks 2 --precision bf16
 
 A group has one order of additions: the number of ranks and the precision are part of it, and so is how the
@@ -51,27 +52,44 @@ Settings = dict[str, Any]
 AXES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "bucket": ("reduce_bucket_size", (1, 300, ENDLESS)),
     "overlap": ("overlap_comm", (True, False)),
+    "stepped": ("sub_group_size", (0, ENDLESS)),
+    "gathered": ("allgather_bucket_size", (100, ENDLESS)),
     "prefetch": ("stage3_prefetch_bucket_size", (0, ENDLESS)),
     "whole below": ("stage3_param_persistence_threshold", (0, 50)),
     "max live": ("stage3_max_live_parameters", (700, ENDLESS)),
+    "reused": ("stage3_max_reuse_distance", (0, ENDLESS)),
 }
-NUM_AXES_BELOW_STAGE_3 = 2
+NUM_AXES_BELOW_STAGE_3 = 4
+TAKE_TURNS = (
+    "stepped",
+    "gathered",
+    "reused",
+)  # over all others' cells: eight times as many say no more
 # Every value of every axis, beside every value of every other axis at stage 3.
 QUICK = [
-    (0, 300, True),
-    (1, 1, False),
-    (2, ENDLESS, True),
-    (3, 1, True, 0, 0, 700),
-    (3, 1, False, ENDLESS, 50, ENDLESS),
-    (3, 300, True, ENDLESS, 50, 700),
-    (3, 300, False, 0, 0, ENDLESS),
-    (3, ENDLESS, True, 0, 50, ENDLESS),
-    (3, ENDLESS, False, ENDLESS, 0, 700),
+    (0, 300, True, 0, 100),
+    (1, 1, False, ENDLESS, 100),
+    (2, ENDLESS, True, 0, ENDLESS),
+    (3, 1, False, ENDLESS, ENDLESS, ENDLESS, 50, ENDLESS, ENDLESS),
+    (3, 1, True, 0, 100, 0, 0, ENDLESS, 0),
+    (3, 1, True, 0, 100, 0, 0, 700, ENDLESS),
+    (3, 300, False, 0, 100, ENDLESS, 0, 700, 0),
+    (3, 300, True, ENDLESS, 100, 0, 50, 700, 0),
+    (3, 300, True, 0, ENDLESS, 0, 0, ENDLESS, ENDLESS),
+    (3, ENDLESS, False, ENDLESS, ENDLESS, 0, 0, 700, 0),
+    (3, ENDLESS, True, 0, 100, ENDLESS, 50, ENDLESS, ENDLESS),
 ]
 
 
 class Cell(NamedTuple):
-    """One training: in which precision, how gradients are accumulated, under which settings (None: DDP)."""
+    """One training.
+
+    Attributes:
+        precision: Of `PRECISIONS`.
+        way: Of `WAYS`: how samples become gradients.
+        values: The stage, and one of each axis that acts at it; None: DDP.
+        no_sync: Whether all micro-batches but the last run under it.
+    """
 
     precision: str
     way: str
@@ -150,11 +168,18 @@ def cells_of(num_ranks: int, precisions: Iterable[str], *, is_quick: bool) -> It
 
 
 def whole_grid() -> Iterator[tuple[Any, ...]]:
-    """Yield every stage with every combination of what acts at it."""
-    choices = [values for _, values in AXES.values()]
+    """Yield every stage with every combination of what acts at it, but for the axes that take turns."""
     for stage in range(4):
-        for values in itertools.product(*choices[: None if stage == 3 else NUM_AXES_BELOW_STAGE_3]):
-            yield (stage, *values)
+        names = list(AXES)[: None if stage == 3 else NUM_AXES_BELOW_STAGE_3]
+        crossed = [name for name in names if name not in TAKE_TURNS]
+        cells = itertools.product(*(AXES[name][1] for name in crossed))
+        for number, values in enumerate(cells):
+            # The bits of a count that is out of step with that of the combinations.
+            turn = number + number // 8 + number // 2
+            found = dict(zip(crossed, values, strict=True))
+            for place, name in enumerate(TAKE_TURNS):
+                found[name] = AXES[name][1][turn >> place & 1]
+            yield (stage, *(found[name] for name in names))
 
 
 # -- on every rank --
