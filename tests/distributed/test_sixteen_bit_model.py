@@ -25,7 +25,7 @@ ASKED = {"stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persis
 
 
 class Odd(nn.Module):
-    """A frozen, a tied and an odd parameter, an integer one, and buffers of two dtypes."""
+    """Frozen, tied and odd parameters, one of integers, and buffers of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,6 +36,7 @@ class Odd(nn.Module):
         self.head = nn.Linear(15, 13, bias=False)
         self.head.weight = self.table.weight
         self.inner[0].requires_grad_(False)
+        self.codes = nn.Parameter(torch.arange(251, dtype=torch.uint8)[:35], requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.inner(self.norm(self.table(ids))))
@@ -51,7 +52,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 @distributed(world_size=[2, 3])
 def test_every_stage_writes_the_parameters_in_16_bits_and_buffers_as_they_are(tmp_path: Path) -> None:
-    for stage in (0, 2, 3):
+    for stage in (0, 1, 2, 3):
         for bf16 in (False, True):
             with subtest(f"stage {stage}, bf16 {bf16}"):
                 out = tmp_path / f"{stage}{bf16}"
@@ -64,16 +65,16 @@ def test_every_stage_writes_the_parameters_in_16_bits_and_buffers_as_they_are(tm
                 if rank() == 0:
                     found = weights_of(out)
                     assert found.keys() == whole.keys() - {"head.weight"}
-                    params = dict(engine.model.named_parameters())
+                    narrowed = {n for n, p in engine.model.named_parameters() if p.is_floating_point()}
+                    assert found["codes"].dtype == torch.uint8
                     for name, value in found.items():
-                        wanted = whole[name].to(torch.bfloat16) if name in params else whole[name]
+                        wanted = whole[name].to(torch.bfloat16) if name in narrowed else whole[name]
                         assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
                     index = json.loads((out / INDEX_NAME).read_text())["weight_map"]
                     assert index.keys() == found.keys()
                     assert json.loads((out / MARKER_NAME).read_text())["tied"] == {
                         "head.weight": "table.weight"
                     }
-                    assert {path.name for path in tmp_path.iterdir()} >= {out.name}
                     assert not list(tmp_path.glob(".*"))
                 engine.close()
 
@@ -130,6 +131,14 @@ def test_a_second_save_replaces_the_first_and_a_failed_one_leaves_it_as_it_was(t
             (tmp_path / "mine" / "thesis.txt").write_text("mine")
         with expect_error(CheckpointError, ["is not empty", "thesis.txt", "new folder"]):
             engine.save_16bit_model(tmp_path / "mine")
+    with subtest("weights of another model in training"):
+        other = zs.ZeroEngine(nn.Linear(3, 2), zs.ZeroConfig(stage=1))
+        with expect_error(CheckpointError, ["holds weights of another model in training", "new folder"]):
+            other.save_16bit_model(out)
+        other.model.requires_grad_(False)
+        with expect_error(CheckpointError, ["no trainable parameter", "Leave trainable_only out"]):
+            other.save_16bit_model(tmp_path / "none", trainable_only=True)
+        other.close()
     with subtest("a value that cannot be stored, found half-way"):
         engine.model.register_buffer("zz", torch.zeros(2, dtype=torch.complex128))
         with expect_error(CheckpointError, ["complex128", "safetensors", "leave it out"]):

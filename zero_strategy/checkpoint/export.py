@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import json
 import os
 import re
@@ -24,7 +25,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pydantic import JsonValue
@@ -56,12 +57,13 @@ class ExportOptions:
         max_shard_size_bytes: Of one weights file; a larger tensor gets a file of its own.
         trainable_only: Write the trainable parameters only, and no buffers.
         strip_prefix: Take what lies below this FQN prefix, and name it without; None: the prefix of the
-            Hugging Face model in the checkpoint, if there is one.
+            Hugging Face model in the source, if there is one.
         hf_files: A folder whose tokenizer files are copied. Its config.json and generation_config.json serve
-            only where the checkpoint has none: the checkpoint's describe the model that was trained, say
-            with a resized vocabulary.
-        force: Write into a folder that holds anything else than an earlier output of the same source. Files
-            of the same names and weight files are replaced.
+            only where the source has none: the source's describe the model that was trained, say with a
+            resized vocabulary.
+        force: Write into a folder that holds anything else than an earlier output of the same source: of the
+            same checkpoint, or of an engine whose model has the same names and shapes. Files of the same
+            names and weight files are replaced.
     """
 
     dtype: torch.dtype | None = None
@@ -101,6 +103,22 @@ class _Output(NamedTuple):
     fqn: str  # of the parameter or buffer
 
 
+class _Candidate(NamedTuple):
+    """A parameter or buffer that may be written."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # to write it in
+    aliases: tuple[str, ...]
+
+
+class _Marker(NamedTuple):
+    """What the weights of a folder are of."""
+
+    checkpoint_id: str | None  # None: of a model in training
+    model: str  # a hash of the names and shapes of its parameters
+
+
 class _Selection(NamedTuple):
     outputs: list[_Output]
     left_out: list[str]
@@ -128,7 +146,7 @@ def export(source: Source, out: str | os.PathLike[str], options: ExportOptions |
     target = Path(os.path.realpath(out))
     selection = _select(source, options)
     num_bytes = sum(output.spec.num_bytes for output in selection.outputs)
-    _check_target(target, source.checkpoint_id, options.force)
+    _check_target(target, _marker_of(source), options.force)
     try:
         staging = _make_staging(target, num_bytes)
         lock = lock_folder(staging)
@@ -167,7 +185,8 @@ def _select(source: Source, options: ExportOptions) -> _Selection:
         for name in written:
             key = name.removeprefix(prefix)
             if not key or key == "__metadata__" or key in seen:
-                raise _bad_selection(f"{name!r} would be written as {key!r}, which is taken or not a name")
+                why = f"{name!r} would be written as {key!r}, which is taken or not a name"
+                raise _bad_selection(source, why)
             seen[key] = name
             selection.outputs.append(_Output(TensorSpec(key, shape, dtype), fqn))
         for name in inside[len(written) :]:
@@ -175,22 +194,21 @@ def _select(source: Source, options: ExportOptions) -> _Selection:
     if not selection.outputs:
         kind = "trainable parameter" if options.trainable_only else "parameter"
         names = ", ".join(list(source.params)[:3]) or "none"
-        raise _bad_selection(f"no {kind} has a name that begins with {prefix!r}; names are: {names}, ...")
+        why = f"no {kind} has a name that begins with {prefix!r}; names are: {names}, ..."
+        raise _bad_selection(source, why)
     return selection
 
 
-def _candidates(
-    source: Source, options: ExportOptions
-) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, tuple[str, ...]]]:
+def _candidates(source: Source, options: ExportOptions) -> Iterator[_Candidate]:
     for fqn, param in source.params.items():
         dtype = param.torch_dtype
         if options.dtype is not None and dtype.is_floating_point:
             dtype = options.dtype
         if param.trainable or not options.trainable_only:
-            yield fqn, param.shape, dtype, param.aliases
+            yield _Candidate(fqn, param.shape, dtype, param.aliases)
     if not options.trainable_only:
         for fqn, buffer in source.buffers.items():
-            yield fqn, buffer.shape, buffer.torch_dtype, buffer.aliases
+            yield _Candidate(fqn, buffer.shape, buffer.torch_dtype, buffer.aliases)
 
 
 def _split(outputs: list[_Output], max_bytes: int) -> list[list[_Output]]:
@@ -267,7 +285,7 @@ def _write_side_files(source: Source, selection: _Selection, folder: Path, hf_fi
     for name, config in configs.items():
         if config is not None:
             _write_json(folder / name, config)
-    marker = {"checkpoint_id": source.checkpoint_id, "saved": source.written, "tied": selection.tied}
+    marker = {**_marker_of(source)._asdict(), "saved": source.written, "tied": selection.tied}
     _write_json(folder / MARKER_NAME, marker)
 
 
@@ -290,20 +308,22 @@ def _write_json(path: Path, value: object) -> None:
 # -- the target folder --
 
 
-def _check_target(target: Path, checkpoint_id: str | None, force: bool) -> None:
+def _check_target(target: Path, own: _Marker, force: bool) -> None:
     if target.exists() and not target.is_dir():
         raise _not_written(target, "it is a file")
     if (target / MANIFEST_NAME).exists():
         raise _not_written(target, "it holds a checkpoint; pass another folder")
     if force or not target.exists() or not any(target.iterdir()):
         return
-    found = _origin_of(target)
-    if found is not None and found == [checkpoint_id]:
+    found = _read_marker(target)
+    if found == own:
         return  # a second run: what is replaced can be written again at any time
     what, why = f"{target} is not empty, and was not written from this source.", "Files in it might be lost"
     if found is not None:
-        origin = f"of checkpoint {found[0]}" if found[0] else "of a model in training"
-        what, why = f"{target} holds weights {origin}.", "They would be replaced by others"
+        origin = "a model in training" if own.checkpoint_id else "another model in training"
+        if found.checkpoint_id:
+            origin = f"checkpoint {found.checkpoint_id}"
+        what, why = f"{target} holds weights of {origin}.", "They would be replaced by others"
     names = ", ".join(sorted(path.name for path in target.iterdir())[:5])
     raise CheckpointError(
         what=what,
@@ -313,15 +333,22 @@ def _check_target(target: Path, checkpoint_id: str | None, force: bool) -> None:
     )
 
 
-def _origin_of(target: Path) -> list[Any] | None:
-    """Return the id of the checkpoint a folder was written from, in a list; None: it was not written here."""
+def _marker_of(source: Source) -> _Marker:
+    shapes = sorted((fqn, list(param.shape)) for fqn, param in source.params.items())
+    return _Marker(source.checkpoint_id, hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16])
+
+
+def _read_marker(target: Path) -> _Marker | None:
+    """Return what a folder was written from; None: it was not written here."""
     if not (target / MARKER_NAME).is_file():
         return None
     try:
         marker = json.loads((target / MARKER_NAME).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return [marker["checkpoint_id"]] if isinstance(marker, dict) and "checkpoint_id" in marker else None
+    if not isinstance(marker, dict) or "checkpoint_id" not in marker:
+        return None
+    return _Marker(marker["checkpoint_id"], marker.get("model", ""))
 
 
 def _make_staging(target: Path, num_bytes: int) -> Path:
@@ -384,9 +411,15 @@ def _not_written(target: Path, why: str) -> CheckpointError:
     )
 
 
-def _bad_selection(why: str) -> CheckpointError:
+def _bad_selection(source: Source, why: str) -> CheckpointError:
+    fix = "Choose another --strip-prefix (strip_prefix), or leave --trainable-only (trainable_only) out."
+    if source.checkpoint_id is None:
+        fix = (
+            "Leave trainable_only out, or write a part of a checkpoint: `zero-strategy consolidate CKPT OUT "
+            "--strip-prefix PREFIX`."
+        )
     return CheckpointError(
         what="The model has nothing that could be written like this.",
         why=f"{why[0].upper()}{why[1:]}.",
-        fix="Choose another --strip-prefix (strip_prefix), or leave --trainable-only out.",
+        fix=fix,
     )
