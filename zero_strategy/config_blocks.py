@@ -117,6 +117,8 @@ class ZeroOptimization(Block):
 
     stage: Stage = 0
     """0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too. Default as in DeepSpeed."""
+    # 8 million in fp32 are just below 32 MiB, where the dynamic threshold of glibc ends: mallopt(3),
+    # M_MMAP_THRESHOLD, says at most DEFAULT_MMAP_THRESHOLD_MAX = 4 * 1024 * 1024 * sizeof(long) bytes.
     reduce_bucket_size: Count = 8_000_000
     """Elements per bucket: what is reduced, gathered and sharded together. DeepSpeed's default is 5e8; here
     it is smaller, because it bounds what a bucket in flight holds unsharded, and because glibc keeps no block

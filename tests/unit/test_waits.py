@@ -77,7 +77,7 @@ def test_a_parting_says_on_which_lines_of_the_users_code_ranks_stand() -> None:
     lines = ["train.py:3: trainer.save_checkpoint(path)", "train.py:9: trainer.fit(model)"]
     notes = [notes_of(rank, each)._replace(line=lines[rank]) for rank, each in enumerate([GATHER_A, MESSAGE])]
     found = find_divergence(notes, world_size=2)
-    assert found is not None and found.endswith(f" There rank 0 at {lines[0]}; rank 1 at {lines[1]}.")
+    assert found is not None and found.endswith(f" In your code: rank 0 at {lines[0]}; rank 1 at {lines[1]}.")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ Two things prove it, and slowness proves neither. The n-th collective of a group
 ranks: it is one operation, so it would mix up what they mean. Or every rank waits, and each for something
 that some other rank has not begun: nobody can move. The default process group counts as well: what others
 than the engine call there (main_thread.py) is known by the number begun, and by name while a rank waits in
-it. A rank that computes, compiles, writes a file or stands
-in a debugger waits for nobody, so the others wait for it as long as the process group's timeout says.
+it. A rank that computes, compiles, writes a file or stands in a debugger waits for nobody, so the others
+wait for it as long as the process group's timeout says.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def find_divergence(notes: Sequence[Notes], world_size: int) -> str | None:
 def _lines(notes: Sequence[Notes]) -> str:
     """Say where in the user's code the ranks stand."""
     lines = [f"rank {note.rank} at {note.line}" for note in notes if note.line]
-    return f" There {'; '.join(lines[:_MOST_RANKS])}." if lines else ""
+    return f" In your code: {'; '.join(lines[:_MOST_RANKS])}." if lines else ""
 
 
 def _first_difference(channel: str, notes: Sequence[Notes]) -> str | None:
