@@ -27,7 +27,7 @@ ROUTES = Recipe(build=lambda _: Routes())
 @distributed(world_size=2, timeout=30)
 @grid(stage=STAGES)
 def test_experts_that_only_some_ranks_use_equal_naive_data_parallelism(stage: int) -> None:
-    """Case B009: which expert gets a row changes from step to step and differs between the ranks."""
+    """Which expert gets a row changes from step to step and differs between the ranks."""
 
     def routed(model: nn.Module, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * step + rank())
@@ -45,7 +45,6 @@ def test_experts_that_only_some_ranks_use_equal_naive_data_parallelism(stage: in
 def test_modules_in_another_order_in_each_step_equal_naive_data_parallelism(
     stage: int, prefetch: int
 ) -> None:
-    """Case B006."""
     routes = ["abc", "abc", "cab", "ba", "c", "abc"]
     compare(
         ROUTES,
@@ -87,7 +86,7 @@ class Borrowing(nn.Module):
 def test_a_weight_used_outside_its_own_module_counts_or_is_refused_by_name(
     stage: int, reaches_into_a_unit: bool
 ) -> None:
-    """Case B079: what belongs to the root is whole in its forward and backward at stage 3 too."""
+    """What belongs to the root is whole in its forward and backward at stage 3 too."""
 
     def loss(model: nn.Module, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * step + rank())
@@ -104,7 +103,7 @@ def test_a_weight_used_outside_its_own_module_counts_or_is_refused_by_name(
 @distributed(world_size=2)
 @grid(stage=STAGES)
 def test_two_models_that_train_against_one_another_equal_naive_data_parallelism(stage: int) -> None:
-    """Case B019: two engines in a process; the second loss goes back through both models."""
+    """Two engines in a process; the second loss goes back through both models."""
 
     def play(make: Callable[[Recipe], Naive | Zero]) -> Trace:
         trace, maker, judge = (
@@ -141,7 +140,7 @@ def test_two_models_that_train_against_one_another_equal_naive_data_parallelism(
 @distributed(world_size=2)
 @grid(stage=STAGES)
 def test_a_frozen_teacher_in_an_engine_of_its_own_answers_and_stays_as_it_was(stage: int) -> None:
-    """Case B008: an engine without an optimizer, for a model that only answers."""
+    """An engine without an optimizer, for a model that only answers."""
     recipe = Recipe(build=lambda _: Mlp())
     plain = recipe.model().requires_grad_(False)
     taught = recipe.model().requires_grad_(False)

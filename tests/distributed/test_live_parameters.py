@@ -113,7 +113,7 @@ def train_stack(
 
 @distributed(world_size=2, timeout=120)
 def test_no_more_than_max_live_parameters_are_whole_in_forward_backward_and_recomputation() -> None:
-    """Case B115: a hard cap, whatever is to be gathered ahead or kept."""
+    """A hard cap, whatever is to be gathered ahead or kept."""
     unlimited = train_stack()[1]
     for recompute, cap, prefetch, reuse in (
         (None, 1, ENDLESS, ENDLESS),

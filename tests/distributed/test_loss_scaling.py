@@ -194,7 +194,7 @@ def test_norm_and_clipping_act_on_unscaled_gradients(stage: int) -> None:
 @distributed(world_size=1)
 @grid(stage=STAGES)
 def test_clipping_after_every_micro_batch_is_clipping_at_the_boundary(stage: int) -> None:
-    """Case B078: nothing is unscaled twice."""
+    """Nothing is unscaled twice."""
     weights = []
     for clips_each in (True, False):
         zero = ZeroFp16(Recipe(), stage=stage, fp16=FP16)
@@ -360,7 +360,7 @@ def test_fp16_sends_one_byte_more_a_step_and_nothing_more_where_a_norm_is_sent(s
 
 @distributed(world_size=1)
 def test_a_scheduler_that_asks_does_not_advance_on_a_skipped_step() -> None:
-    """Case B075: the last learning rate can be asked for at any time, and is the initial one until a step."""
+    """The last learning rate can be asked for at any time, and is the initial one until a step."""
     zero = ZeroFp16(Recipe(), stage=2, fp16={"enabled": True, "initial_scale_power": 24})
     warm_up = torch.optim.lr_scheduler.LambdaLR(zero.optimizer, lambda step: (step + 1) / 10)
     assert warm_up.get_last_lr() == [0.1 * 1e-2, 0.1 * 5e-3]

@@ -42,7 +42,6 @@ SMALL = {"reduce_bucket_size": 100}  # many buckets even in a small model
 @distributed(world_size=2)
 @grid(stage=STAGES)
 def test_clipping_returns_the_norm_before_and_bounds_the_update(stage: int) -> None:
-    """Case B001."""
     recipe = Recipe(optimizer=partial(sgd, lr=1.0))
     loud = lambda model, step: 1e3 * awkward_loss(model, step)  # noqa: E731
     naive, zero = Naive(recipe), Zero(recipe, stage=stage, **SMALL)
@@ -77,7 +76,7 @@ def test_clip_coefficient_is_one_if_the_norm_is_within_the_bound() -> None:
 
 @distributed(world_size=[2, 3])
 def test_the_norm_counts_every_element_once_wherever_it_lies() -> None:
-    """Case B121: the same gradients, cut among ranks in different ways, have one norm and one coefficient."""
+    """The same gradients, cut among ranks in different ways, have one norm and one coefficient."""
     norms, coefficients = set(), set()
     for stage in STAGES:
         for size in (1, 100, 25_000_000):
@@ -111,7 +110,7 @@ def test_norms_of_any_order_agree_with_torch(norm_type: float) -> None:
 @distributed(world_size=2)
 @grid(stage=STAGES)
 def test_clipping_in_the_middle_of_an_accumulation_does_nothing(stage: int) -> None:
-    """Case B078: clipping in every micro-step inside `no_sync` trains as clipping at the boundary."""
+    """Clipping in every micro-step inside `no_sync` trains as clipping at the boundary."""
     recipe = Recipe(num_steps=3, accumulation=4)
     weights = []
     for clips_each in (False, True):
@@ -149,7 +148,7 @@ def test_clipping_a_not_finite_gradient_spoils_it_on_all_ranks(stage: int) -> No
 @distributed(world_size=2)
 @grid(stage=STAGES)
 def test_gradients_zeroed_after_the_reduction_are_what_the_norm_and_the_step_use(stage: int) -> None:
-    """Case B124, as far as there is an interface: `clip_grad_value_` edits what was reduced."""
+    """As far as there is an interface: `clip_grad_value_` edits what was reduced."""
     zero = Zero(Recipe(optimizer=sgd), stage=stage, **SMALL)
     zero.backward(awkward_loss(zero.model, 0))
     assert float(zero.clip_norm(float("inf"))) > 0
@@ -181,7 +180,6 @@ def compare_accumulation(accumulation: int, name: str, num_steps: int) -> None:
 @distributed(world_size=2)
 @grid(accumulation=[1, 4], name=["adamw", "momentum"])
 def test_accumulation_equals_one_process_at_every_stage(accumulation: int, name: str) -> None:
-    """Case B024."""
     compare_accumulation(accumulation, name, num_steps=3)
 
 
@@ -189,14 +187,13 @@ def test_accumulation_equals_one_process_at_every_stage(accumulation: int, name:
 @distributed(world_size=[2, 4], timeout=600)
 @grid(accumulation=[1, 3, 4], name=["adamw", "momentum"])
 def test_accumulation_equals_one_process_for_ten_steps(accumulation: int, name: str) -> None:
-    """Case B024."""
     compare_accumulation(accumulation, name, num_steps=10)
 
 
 @distributed(world_size=2)
 @grid(stage=STAGES)
 def test_several_backwards_before_a_step_add_up(stage: int) -> None:
-    """Case B028: no configured accumulation is needed; each backward adds its mean, so to rounding."""
+    """No configured accumulation is needed; each backward adds its mean, so to rounding."""
 
     def three_losses(way: Naive | Zero) -> None:
         for index in range(3):
@@ -256,7 +253,6 @@ def compare_overlap(stage: int, num_steps: int) -> None:
 @distributed(world_size=2, timeout=120)
 @grid(stage=(1, 3))
 def test_overlap_changes_no_bit_in_eighty_buckets(stage: int) -> None:
-    """Case B005."""
     compare_overlap(stage, num_steps=3)
 
 
@@ -264,7 +260,6 @@ def test_overlap_changes_no_bit_in_eighty_buckets(stage: int) -> None:
 @distributed(world_size=2, timeout=600)
 @grid(stage=STAGES)
 def test_overlap_changes_no_bit_in_thirty_steps_of_eighty_buckets(stage: int) -> None:
-    """Case B005."""
     compare_overlap(stage, num_steps=30)
 
 
@@ -273,7 +268,7 @@ def test_overlap_changes_no_bit_in_thirty_steps_of_eighty_buckets(stage: int) ->
 def test_a_model_used_twice_in_a_loss_equals_naive_data_parallelism(
     stage: int, recompute: str | None
 ) -> None:
-    """Case B002. Re-entrant: gradients come in parts, so the order of additions differs: to rounding."""
+    """Re-entrant: gradients come in parts, so the order of additions differs: to rounding."""
 
     def siamese(model: nn.Module, step: int) -> Tensor:
         (left, targets), (right, _) = batches(2 * step + 2, rank())[2 * step :]
@@ -311,7 +306,7 @@ class SharedTwice(nn.Module):
 def test_a_module_recomputed_several_times_in_one_backward_loses_no_gradient(
     recompute: str, overlap: bool
 ) -> None:
-    """Case B002: the bucket of the shared module is reduced before the last part is there."""
+    """The bucket of the shared module is reduced before the last part is there."""
 
     def loss(model: nn.Module, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * step + rank())
@@ -342,7 +337,7 @@ class Sometimes(nn.Module):
 def test_a_parameter_used_on_one_rank_gets_half_its_gradient_and_an_unused_one_none(
     stage: int, overlap: bool
 ) -> None:
-    """Case B026. AdamW would decay an unused parameter that was given a gradient of zeros."""
+    """AdamW would decay an unused parameter that was given a gradient of zeros."""
     recipe = Recipe(build=lambda _: Sometimes(), optimizer=adamw)
     never = recipe.model().never.detach().clone()
     zero = Zero(recipe, stage=stage, overlap_comm=overlap, reduce_bucket_size=10)
@@ -371,7 +366,6 @@ def test_a_loss_without_parameters_on_one_rank_hangs_nobody(stage: int) -> None:
 @distributed(world_size=2)
 @grid(stage=STAGES)
 def test_a_tied_weight_at_both_ends_of_forty_layers_equals_naive_data_parallelism(stage: int) -> None:
-    """Case B122."""
     recipe = Recipe(build=lambda _: Mlp(depth=40, tied=True))
     compare(recipe, square_loss, stage=stage, overlap_comm=True, **SMALL)
 
@@ -393,7 +387,7 @@ def test_the_order_of_use_may_change_from_step_to_step_and_differ_between_ranks(
 
 @distributed(world_size=1, process_group=False)
 def test_a_tiny_sub_group_steps_every_parameter_once() -> None:
-    """Case B123: step counts and moments are right with many sub-groups and three param groups."""
+    """Step counts and moments are right with many sub-groups and three param groups."""
 
     def three_groups(model: nn.Module) -> Optimizer:
         trainable = [p for p in model.parameters() if p.requires_grad]

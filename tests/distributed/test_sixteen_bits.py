@@ -22,7 +22,6 @@ STAGES = (0, 1, 2, 3)
 @distributed(world_size=1)
 @grid(stage=STAGES)
 def test_every_pair_of_model_and_accumulation_dtype_trains_or_is_refused_by_name(stage: int) -> None:
-    """Case B068."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for accumulate in (None, "fp32", "fp16", "bf16"):
             with subtest(f"{dtype}, grad_accum_dtype={accumulate}"):
@@ -56,7 +55,7 @@ class Scale(nn.Module):
 @distributed(world_size=1)
 @grid(stage=STAGES, whole=[True, False], is_synced=[True, False])
 def test_fp32_accumulation_of_bf16_gradients_loses_nothing(stage: int, whole: bool, is_synced: bool) -> None:
-    """Case B068: 256 micro-steps of 1e-3, as bf16 rounds it, with and without a reduction each.
+    """256 micro-steps of 1e-3, as bf16 rounds it, with and without a reduction each.
 
     In bf16 the sum would stop growing at 0.25, where half a unit in the last place is more than 1e-3 / 2.
     """
@@ -82,7 +81,7 @@ def test_fp32_accumulation_of_bf16_gradients_loses_nothing(stage: int, whole: bo
 
 @distributed(world_size=[1, 2])
 def test_gradient_norms_of_equal_steps_are_equal_in_bf16() -> None:
-    """Case B069: with lr=0 and one batch nothing may grow from step to step, or differ between stages."""
+    """With lr=0 and one batch nothing may grow from step to step, or differ between stages."""
     norms = set()
     for stage in STAGES:
         zero = Zero(Recipe(optimizer=partial(adamw, lr=0.0)), stage=stage, bf16=True)
@@ -96,7 +95,6 @@ def test_gradient_norms_of_equal_steps_are_equal_in_bf16() -> None:
 
 @distributed(world_size=2)
 def test_a_small_transformer_in_bf16_has_one_loss_curve_at_all_stages() -> None:
-    """Case B074."""
     recipe = Recipe(build=TinyGpt, num_steps=20, max_norm=1.0)
     first: Trace | None = None
     for stage in STAGES:
@@ -229,7 +227,7 @@ def test_what_a_module_writes_into_its_bf16_weights_reaches_the_masters_and_only
 @distributed(world_size=1, process_group=False)
 @grid(stage=STAGES, mode=["bf16", "fp16"])
 def test_buffers_keep_their_dtype_and_every_bit_in_16_bit_modes(stage: int, mode: str) -> None:
-    """Case B025: frequencies of rotary positions, rounded to 16 bits, are other positions."""
+    """Frequencies of rotary positions, rounded to 16 bits, are other positions."""
     model = Mlp()
     frequencies = 10_000.0 ** -(torch.arange(8) / 8)
     model.register_buffer("frequencies", frequencies.clone())
@@ -257,7 +255,6 @@ class Quantised(nn.Module):
 @distributed(world_size=2)
 @grid(stage=STAGES)
 def test_frozen_bytes_of_a_quantised_weight_are_sharded_and_used_as_they_are(stage: int) -> None:
-    """Case B033."""
     build = lambda _: nn.ModuleDict({"a": Quantised(), "b": Quantised()})  # noqa: E731
     loss = lambda model, step: (model["a"](inputs(step)) * model["b"](inputs(step))).mean()  # noqa: E731
     compare(Recipe(build=build), loss, stage=stage)

@@ -78,7 +78,7 @@ def test_prefetch_skips_a_bucket_that_is_larger_than_its_allowance() -> None:
 
 @distributed(world_size=2)
 def test_a_changed_route_drops_the_plan_quietly_and_is_recorded_anew() -> None:
-    """Case B006: routes change, with an evaluation in between; nothing is said, nothing stays behind."""
+    """Routes change, with an evaluation in between; nothing is said, nothing stays behind."""
     routes = ["abc", "ac", "cba", "cba", "abc", "b", "abc", "ac", "cba", "abc", "abc", "abc"]
     naive, zero = Naive(ROUTES), Zero(ROUTES, stage=3)
     recorder = Recorder(zero.engine)
@@ -177,7 +177,6 @@ class Encoder(Routes):
 
 @distributed(world_size=2)
 def test_modules_and_methods_called_on_their_own_gather_what_they_need() -> None:
-    """Case B039."""
     recipe = Recipe(build=lambda _: Encoder())
     calls: dict[str, Callable[[Any, Tensor], Tensor]] = {
         "a unit": lambda model, x: model.units["b"](x),
@@ -275,7 +274,6 @@ class Wrapped(nn.Linear):
 
 @distributed(world_size=2)
 def test_outputs_of_any_class_are_searched_for_tensors() -> None:
-    """Case B082."""
     for name, wrapper in WRAPPERS.items():
         with subtest(name), warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -30,7 +30,7 @@ ROUTES = Recipe(build=lambda _: Routes())
 
 @distributed(world_size=2)
 def test_unsharded_params_nest_and_leave_everything_as_it_was() -> None:
-    """Case B085: before any training and between steps, also around forwards, also with an error inside."""
+    """Before any training and between steps, also around forwards, also with an error inside."""
     naive, zero = Naive(ROUTES), Zero(ROUTES, stage=3)
     for step in range(4):
         with zero.engine.unsharded_params():
@@ -169,7 +169,7 @@ STRAYS: dict[str, Callable[[Zero], Any]] = {
 
 @distributed(world_size=2)
 def test_a_stray_read_or_write_raises_and_names_the_parameter() -> None:
-    """Case B079. Nothing of it may leave a trace: training goes on and equals one that had no strays."""
+    """Nothing of it may leave a trace: training goes on and equals one that had no strays."""
     zero, naive = Zero(ROUTES, stage=3), Naive(ROUTES)
     before = zero.weights()
     for name, stray in STRAYS.items():
@@ -232,7 +232,7 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @distributed(world_size=2)
 def test_a_parent_that_uses_a_sharded_weight_directly_gets_an_error_with_its_name() -> None:
-    """Case B079, inside a forward."""
+    """Inside a forward."""
     for name, use in USES.items():
         with subtest(name):
             zero = Zero(Recipe(build=lambda _, use=use: Reaching(use)), stage=3)  # type: ignore[misc]

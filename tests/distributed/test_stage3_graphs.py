@@ -134,7 +134,7 @@ CHOICES: dict[str, Callable[[], list[int]]] = {
 @distributed(world_size=2, timeout=25)
 @pytest.mark.parametrize("case", CHOICES)
 def test_experts_without_tokens_hang_nobody_and_do_not_move(case: str) -> None:
-    """Case B009; AdamW with weight decay would show an expert that was given a gradient of zeros."""
+    """AdamW with weight decay would show an expert that was given a gradient of zeros."""
     for recompute in (None, "non-reentrant"):
         with subtest(f"recompute={recompute}"):
             recipe = Recipe(build=partial(MoeModel, 15), recompute=recompute, optimizer=adamw)
@@ -151,7 +151,7 @@ def test_experts_without_tokens_hang_nobody_and_do_not_move(case: str) -> None:
 @distributed(world_size=2, timeout=200)
 @grid(stage=(1, 3), what=("each block's forward", "the model"))
 def test_compiled_blocks_and_models_equal_eager_ones(stage: int, what: str) -> None:
-    """Case B032: hooks stay outside the graphs, and a block is compiled at most twice."""
+    """Hooks stay outside the graphs, and a block is compiled at most twice."""
     torch._dynamo.reset()
     counts: dict[str, int] = {}
 

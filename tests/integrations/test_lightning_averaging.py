@@ -55,7 +55,7 @@ def stock_ema(**keywords: Any) -> Any:
 
 @distributed(world_size=2, timeout=120)
 def test_zero_ema_equals_lightnings_ema_under_ddp_bit_for_bit() -> None:
-    """Case B037. Lightning's copies the average into the model when training ends, ours keeps both."""
+    """Lightning's copies the average into the model when training ends, ours keeps both."""
     with subtest("ddp"):
         expected = fit(ddp(), AllTrained, callbacks=[stock_ema()])
         plain = fit(ddp(), AllTrained)

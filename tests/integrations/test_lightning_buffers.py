@@ -6,6 +6,8 @@ of every rank's outputs, of the logged values and of the weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,20 +72,15 @@ class Uneven(Normed):
 
 
 def evaluate_and_fit(
-    strategy: Any, make_module: type[Normed], val: DataLoader, **keywords: Any
+    make_strategy: Callable[[], Any], make_module: type[Normed], val: DataLoader, **keywords: Any
 ) -> tuple[Outcome, dict[str, Any]]:
     module = make_module()
-    trainer = make_trainer(strategy, **keywords)
+    trainer = make_trainer(make_strategy(), **keywords)
     trainer.fit(module, loader(4), val)
     metrics = dict(trainer.callback_metrics)
-    make_trainer(strategy_like(strategy), **keywords).validate(module, val, verbose=False)
+    # A run of its own, with another strategy of the same kind, evaluates the trained module.
+    make_trainer(make_strategy(), **keywords).validate(module, val, verbose=False)
     return Outcome(trainer, module, whole_weights(trainer)), metrics
-
-
-def strategy_like(strategy: Any) -> Any:
-    """Return another strategy of the same kind: a run of its own evaluates the trained module."""
-    config = getattr(strategy, "_zero_config", None)
-    return ddp() if config is None else zero(config.stage)
 
 
 def uneven() -> DataLoader:
@@ -94,11 +91,11 @@ def uneven() -> DataLoader:
 
 def compare(name: str, make_module: type[Normed], val: DataLoader, stages: Any, **keywords: Any) -> None:
     with subtest(f"{name}, ddp"):
-        expected, metrics = evaluate_and_fit(ddp(), make_module, val, **keywords)
+        expected, metrics = evaluate_and_fit(ddp, make_module, val, **keywords)
         assert expected.module.found
     for stage in stages:
         with subtest(f"{name}, stage {stage}"):
-            found, found_metrics = evaluate_and_fit(zero(stage), make_module, val, **keywords)
+            found, found_metrics = evaluate_and_fit(partial(zero, stage), make_module, val, **keywords)
             assert found_metrics == metrics
             assert len(found.module.found) == len(expected.module.found)
             for batch, (mine, theirs) in enumerate(

@@ -76,7 +76,7 @@ def test_schedulers_by_step_epoch_and_plateau_give_the_rates_of_ddp() -> None:
 
 @distributed(world_size=2)
 def test_a_scheduler_moves_once_per_step_whatever_is_accumulated() -> None:
-    """Case B050: neither per micro-batch nor once for each rank."""
+    """Neither per micro-batch nor once for each rank."""
     for accumulate in (1, 4):
         outcomes = compare_with_ddp(
             TinyModule, name=f"{accumulate}", accumulate_grad_batches=accumulate, num_batches=4
@@ -278,7 +278,7 @@ class CompiledBlocks(TinyModule):
 @pytest.mark.slow
 @distributed(world_size=2, timeout=200)
 def test_compiled_blocks_equal_eager_ones_under_ddp() -> None:
-    """Case B032, both ways to compile a block: hooks run between graphs."""
+    """Both ways to compile a block: hooks run between graphs."""
     with subtest("ddp"):
         expected = fit(ddp(), num_batches=3)
     for stage in (1, 2, 3):

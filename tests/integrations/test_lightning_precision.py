@@ -181,7 +181,7 @@ def test_16_true_is_the_same_at_all_stages_and_near_fp32() -> None:
 
 @distributed(world_size=2)
 def test_a_scheduler_stepped_with_the_optimizer_waits_while_steps_are_skipped() -> None:
-    """StepLR halves the rate after every second update; get_last_lr works before the first (case B075)."""
+    """StepLR halves the rate after every second update; get_last_lr works before the first."""
     for name, settings in (
         ("16-mixed", {"plugins": [mixed(growth_interval=1000)]}),
         ("16-true", {"precision": "16-true"}),
@@ -226,7 +226,7 @@ class Dtypes(LightningModule):
 
 @distributed(world_size=2)
 def test_each_precision_has_the_dtypes_of_the_table_and_takes_an_fp32_batch() -> None:
-    """Cases B059 and B069: weights, masters (Adam's state follows them), inputs, outputs, loss; the scale."""
+    """Weights, masters (Adam's state follows them), inputs, outputs, loss; the scale."""
     half, brain, single, double = torch.float16, torch.bfloat16, torch.float32, torch.float64
     table: dict[str, tuple[torch.dtype, ...]] = {
         "32-true": (single, single, single, single, single),

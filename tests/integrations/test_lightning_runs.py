@@ -73,7 +73,7 @@ class CountsOptimizers(TinyModule):
 
 @distributed(world_size=2)
 def test_validate_before_fit_builds_no_optimizer_and_every_order_of_loops_equals_ddp() -> None:
-    """Cases B051 and B101: one Trainer, one module, one engine; fit twice, the second going on."""
+    """One Trainer, one module, one engine; fit twice, the second going on."""
     expected: list[Any] = []
     for name, strategy in strategies().items():
         with subtest(name):
@@ -105,7 +105,6 @@ class TwoValidations(TinyModule):
 
 @distributed(world_size=2)
 def test_two_validation_loaders_of_different_lengths_equal_ddp() -> None:
-    """Case B132."""
     expected: list[Any] = []
     for name, strategy in strategies().items():
         with subtest(name):
@@ -137,7 +136,7 @@ class EndsApart(TinyModule):
 
 @distributed(world_size=2)
 def test_loaders_that_end_apart_work_or_are_refused_before_the_first_step() -> None:
-    """Case B132: no hang. Evaluation below stage 3 needs no other rank; the rest does, and says so."""
+    """No hang. Evaluation below stage 3 needs no other rank; the rest does, and says so."""
     plain = EndsApart().eval()
     for stage in (1, 2):
         with subtest(f"validation, stage {stage}"):
@@ -232,7 +231,7 @@ class OtherMethods(TinyModule):
 
 @distributed(world_size=2)
 def test_methods_other_than_forward_and_synchronised_logs_equal_ddp() -> None:
-    """Case B039, also outside of any step: `on_validation_epoch_end` runs the sharded parts."""
+    """Outside of any step too, `on_validation_epoch_end` runs the sharded parts."""
     expected = None
     for name, strategy in strategies().items():
         with subtest(name):

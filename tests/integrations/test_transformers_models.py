@@ -282,7 +282,7 @@ def _save_all(folder: Path) -> dict[str, dict[str, Any]]:
 
 @distributed(world_size=2)
 def test_a_vocabulary_is_resized_before_sharding_and_refused_by_name_at_stage_3_afterwards() -> None:
-    """Case B007. Shapes are the whole ones, so nothing is made of 0 rows."""
+    """Shapes are the whole ones, so nothing is made of 0 rows."""
     for tied in (True, False):
         with subtest(f"tied={tied}"):
             model = llama(tied)

@@ -372,7 +372,6 @@ def test_offload_is_refused_until_it_is_built(key: str, value: object) -> None:
 
 
 def test_two_precisions_are_refused_in_one_message_with_both_sources(tmp_path: Path) -> None:
-    """Case B108."""
     path = tmp_path / "ds_config.json"
     path.write_text('{"fp16": {"enabled": true}}')
     assert ZeroConfig.load(path).fp16.enabled and not ZeroConfig.load(path).bf16.enabled
