@@ -1,9 +1,10 @@
-"""Watches the buckets of an engine: which are whole when, in which order they are gathered and let go of."""
+"""Watches an engine: which of its buckets are whole when, the order of their gathers; and what is logged."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,23 @@ class Recorder(logging.Handler):
         """Return the events since the last call."""
         events, self.events = self.events, []
         return events
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Collect every line the package logs on this rank, at any level, while the block runs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("zero_strategy")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def assert_nothing_whole(engine: zs.ZeroEngine) -> None:

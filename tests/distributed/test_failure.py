@@ -7,7 +7,6 @@ users, so that a grid stays short; real processes have its real times.
 
 from __future__ import annotations
 
-import logging
 import sys
 import textwrap
 import threading
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 import zero_strategy as zs
 from tests.harness import distributed, expect_error, rank, subtest, world_size
 from tests.launching import TORCHRUN, assert_all_ended, run_script
+from tests.recorder import logged
 from zero_strategy.comm import watch
 
 
@@ -142,11 +142,7 @@ def test_ranks_that_are_slow_in_torchs_own_collectives_are_waited_for() -> None:
 def test_a_slow_rank_is_waited_for_and_named_in_one_line() -> None:
     look_often()
     watch.REPORT_S = 1.0
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zero_strategy").addHandler(handler)
-    with training() as (_, _, step):
+    with logged() as lines, training() as (_, _, step):
         if rank() == 1:
             time.sleep(2.5)
         step()

@@ -7,7 +7,6 @@ gather, "-a" resharding, "!a" dropping); weights are those of naive data paralle
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_strategy as zs
 from tests.harness import distributed, rank, subtest, world_size
 from tests.models import Routes, inputs, route_loss
-from tests.recorder import Recorder, assert_nothing_whole
+from tests.recorder import Recorder, assert_nothing_whole, logged
 from tests.reference import Naive, Recipe, Zero, compare, grid
 from tests.storage_tracker import Alive, StorageTracker
 from zero_strategy.layout import BucketLayout
@@ -155,20 +154,16 @@ def test_a_gather_ahead_yields_to_max_live_parameters() -> None:
 @distributed(world_size=2)
 def test_a_unit_that_alone_exceeds_the_cap_is_gathered_and_named_once_in_the_log() -> None:
     unit, root = routes_sizes()
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zero_strategy")
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    compare(ROUTES, route_loss, stage=3, stage3_max_live_parameters=root + unit - 1)
-    (line,) = [text for text in seen if "stage3_max_live_parameters =" in text and "config" not in text]
-    assert f"{root + unit - 1:,} elements is less" in line and f"units.a.float32#0 ({root + unit:,})" in line
-    seen.clear()
-    compare(ROUTES, route_loss, stage=3, stage3_max_live_parameters=root + unit)
-    compare(ROUTES, route_loss, stage=2, stage3_max_live_parameters=1)
-    assert not [text for text in seen if "is less than what has to be whole" in text]
-    logger.removeHandler(handler)
+    with logged() as seen:
+        compare(ROUTES, route_loss, stage=3, stage3_max_live_parameters=root + unit - 1)
+        (line,) = [text for text in seen if "stage3_max_live_parameters =" in text and "config" not in text]
+        assert (
+            f"{root + unit - 1:,} elements is less" in line and f"units.a.float32#0 ({root + unit:,})" in line
+        )
+        seen.clear()
+        compare(ROUTES, route_loss, stage=3, stage3_max_live_parameters=root + unit)
+        compare(ROUTES, route_loss, stage=2, stage3_max_live_parameters=1)
+        assert not [text for text in seen if "is less than what has to be whole" in text]
 
 
 # -- stage3_prefetch_bucket_size --

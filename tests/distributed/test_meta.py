@@ -7,7 +7,6 @@ random numbers are drawn in the same order. Every rank has a seed of its own, so
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import zero_strategy as zs
 from tests.distributed.test_bad_input import refused
 from tests.harness import distributed, rank, subtest
 from tests.models import VOCAB, WIDTH, batches, loss_of, sgd
+from tests.recorder import logged
 from tests.reference import Recipe, Zero, assert_same_bits, train_with
 from zero_strategy.engine import ZeroEngine
 
@@ -234,16 +234,12 @@ def test_a_plain_attribute_follows_its_buffer_or_is_named_in_the_log() -> None:
             if self.ready:
                 self.angle.fill_(2)
 
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zero_strategy").addHandler(handler)
-    logging.getLogger("zero_strategy").setLevel(logging.DEBUG)
-    engine = grow({"stage": 3, **SMALL}, lambda: nn.Sequential(Aliased()))
-    layer = engine.model[0]
-    assert layer.alias is layer.angle and layer.alias.tolist() == [2, 2, 2]
-    named = [line for line in lines if "Still on the meta device" in line]
-    assert len(named) == 1 and "'0.lost'." in named[0] and "alias" not in named[0]
+    with logged() as lines:
+        engine = grow({"stage": 3, **SMALL}, lambda: nn.Sequential(Aliased()))
+        layer = engine.model[0]
+        assert layer.alias is layer.angle and layer.alias.tolist() == [2, 2, 2]
+        named = [line for line in lines if "Still on the meta device" in line]
+        assert len(named) == 1 and "'0.lost'." in named[0] and "alias" not in named[0]
 
 
 # -- what has values keeps them --

@@ -7,7 +7,6 @@ optimizer are named once in the log, and nothing is said where that is how it is
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import zero_strategy as zs
 from tests.harness import distributed, expect_error, rank, subtest
+from tests.recorder import logged
 from tests.reference import grid
 
 WIDTH = 15
@@ -51,16 +51,8 @@ def backward(model: nn.Module) -> None:
 @contextmanager
 def said() -> Iterator[list[str]]:
     """Collect what rank 0 says about parameters without an optimizer."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zero_strategy")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with logged() as lines:
         yield lines
-    finally:
-        logger.removeHandler(handler)
     lines[:] = [line for line in lines if "in no optimizer" in line]
 
 

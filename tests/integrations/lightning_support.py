@@ -7,7 +7,6 @@ every block is really sharded.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -158,17 +157,6 @@ def fit(
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
-
-
-def listen() -> list[str]:
-    """Return the list that receives every line the package logs from now on, on this rank."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zero_strategy")
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    return lines
 
 
 def assert_same_weights(

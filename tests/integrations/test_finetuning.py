@@ -26,9 +26,9 @@ from tests.integrations.lightning_support import (
     assert_same_losses,
     assert_same_weights,
     fit,
-    listen,
     zero,
 )
+from tests.recorder import logged
 
 STAGES = (1, 2, 3)
 WIDTH = 15
@@ -191,11 +191,11 @@ def masters_of(outcome: Outcome) -> dict[str, Tensor]:
 @distributed(world_size=2, timeout=120)
 def test_a_resumed_run_does_not_say_that_what_stays_frozen_is_trained_or_unused(tmp_path: Path) -> None:
     save(zero(2), tmp_path / "late", backbone_finetuning())
-    lines = listen()
-    tune(zero(2), backbone_finetuning(), ckpt_path=tmp_path / "late")
-    told = [line for line in lines if "that were frozen can be trained from now on" in line]
-    assert len(told) == 1 and "require no gradient at this moment" in told[0], lines
-    assert not any("used on no rank" in line for line in lines), lines
+    with logged() as lines:
+        tune(zero(2), backbone_finetuning(), ckpt_path=tmp_path / "late")
+        told = [line for line in lines if "that were frozen can be trained from now on" in line]
+        assert len(told) == 1 and "require no gradient at this moment" in told[0], lines
+        assert not any("used on no rank" in line for line in lines), lines
 
 
 @distributed(world_size=2, timeout=240)

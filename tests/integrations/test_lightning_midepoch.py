@@ -6,7 +6,6 @@ Plain Lightning repeats neither the random numbers nor (with a loader that keeps
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.integrations.lightning_support import (
     zero,
 )
 from tests.integrations.test_lightning_checkpoint import ddp
+from tests.recorder import logged
 
 
 class StatefulLoader:
@@ -108,13 +108,7 @@ def test_resumed_inside_an_epoch_equals_uninterrupted_with_dropout(tmp_path: Pat
 
 @distributed(world_size=2)
 def test_an_open_accumulation_window_is_dropped_as_by_ddp_and_said_so(tmp_path: Path) -> None:
-    with subtest("five of nine, windows of two"):
-        notes: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: notes.append(record.getMessage())  # type: ignore[method-assign]
-        logger = logging.getLogger("zero_strategy")
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+    with subtest("five of nine, windows of two"), logged() as notes:
         runs = []
         for name, strategy in {"ddp": ddp(), "zero": zero(1)}.items():
             run(strategy, TinyModule, 1, callbacks=[SaveOnTheWay(tmp_path / name, (5,))])

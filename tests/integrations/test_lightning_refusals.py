@@ -26,12 +26,12 @@ from tests.integrations.lightning_support import (
     assert_same_weights,
     ddp,
     fit,
-    listen,
     loader,
     make_trainer,
     whole_weights,
     zero,
 )
+from tests.recorder import logged
 
 SHORT: dict[str, Any] = {"num_batches": 2, "max_epochs": 1}
 
@@ -70,27 +70,27 @@ def test_batch_numbers_that_the_loader_or_the_trainer_does_not_have_are_refused_
 @distributed(world_size=2)
 def test_bucket_sizes_left_to_a_front_end_are_the_defaults_and_said_so() -> None:
     """A Trainer knows no hidden size to derive them from."""
-    lines = listen()
-    names = [
-        "reduce_bucket_size",
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
-    ]
-    for stage in (1, 3):
-        with subtest(f"stage {stage}"):
-            found = fit(zs.ZeroStrategy(stage=stage, **dict.fromkeys(names, "auto")), **SHORT)
-            expected = fit(zs.ZeroStrategy(stage=stage), **SHORT)
-            given, default = (
-                run.trainer.strategy.engine.config.zero_optimization for run in (found, expected)
+    with logged() as lines:
+        names = [
+            "reduce_bucket_size",
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+        ]
+        for stage in (1, 3):
+            with subtest(f"stage {stage}"):
+                found = fit(zs.ZeroStrategy(stage=stage, **dict.fromkeys(names, "auto")), **SHORT)
+                expected = fit(zs.ZeroStrategy(stage=stage), **SHORT)
+                given, default = (
+                    run.trainer.strategy.engine.config.zero_optimization for run in (found, expected)
+                )
+                assert [getattr(given, name) for name in names] == [getattr(default, name) for name in names]
+                assert_same_weights(found.weights, expected.weights)
+        with subtest("said"):
+            text = "\n".join(lines)
+            assert all(
+                f'zero_optimization.{name} is "auto": Lightning derives no value' in text for name in names
             )
-            assert [getattr(given, name) for name in names] == [getattr(default, name) for name in names]
-            assert_same_weights(found.weights, expected.weights)
-    with subtest("said"):
-        text = "\n".join(lines)
-        assert all(
-            f'zero_optimization.{name} is "auto": Lightning derives no value' in text for name in names
-        )
-        assert "the default counts: 8000000" in text
+            assert "the default counts: 8000000" in text
 
 
 @distributed(world_size=2)
@@ -189,18 +189,20 @@ class CastsItself(TinyModule):
 
 @distributed(world_size=2)
 def test_what_the_trainer_does_with_clipping_and_with_batches_is_said_beside_the_config() -> None:
-    lines = listen()
-    with subtest("clipping"):
-        fit(zero(2), gradient_clip_val=0.5, **SHORT)
-        assert any("The Trainer clips gradients by norm (gradient_clip_val=0.5)" in line for line in lines)
-    with subtest("a module in bf16 and a Trainer in fp32"):
-        found = fit(zero(3), CastsItself, **SHORT)
-        assert found.module.first.weight.dtype == torch.bfloat16 and len(found.module.losses) == 2
-        assert any("pass precision=" in line and "CastsItself" in line for line in lines)
-    with subtest("nothing to say"):
-        lines.clear()
-        fit(zero(3), **SHORT)
-        assert not any("precision=" in line or "clips" in line for line in lines)
+    with logged() as lines:
+        with subtest("clipping"):
+            fit(zero(2), gradient_clip_val=0.5, **SHORT)
+            assert any(
+                "The Trainer clips gradients by norm (gradient_clip_val=0.5)" in line for line in lines
+            )
+        with subtest("a module in bf16 and a Trainer in fp32"):
+            found = fit(zero(3), CastsItself, **SHORT)
+            assert found.module.first.weight.dtype == torch.bfloat16 and len(found.module.losses) == 2
+            assert any("pass precision=" in line and "CastsItself" in line for line in lines)
+        with subtest("nothing to say"):
+            lines.clear()
+            fit(zero(3), **SHORT)
+            assert not any("precision=" in line or "clips" in line for line in lines)
 
 
 # -- what is done to a module that is sharded already --------------------------------------------------------
