@@ -50,20 +50,23 @@ class Recorder(logging.Handler):
 
 
 @contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collect every line the package logs on this rank, at any level, while the block runs."""
+def logged(level: int = logging.DEBUG) -> Iterator[list[str]]:
+    """Collect every line the package logs on this rank, from a level on, while the block runs.
+
+    What rank 0 says for all is on INFO there, and on DEBUG on the others.
+    """
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("zero_strategy")
-    level = logger.level
+    former = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
+    logger.setLevel(level)
     try:
         yield lines
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
+        logger.setLevel(former)
 
 
 def assert_nothing_whole(engine: zs.ZeroEngine) -> None:

@@ -85,7 +85,6 @@ def names_trained(model: nn.Module) -> set[str]:
 def test_average_equals_torchs_in_every_bit_without_communication(
     stage: int, settings: dict[str, Any]
 ) -> None:
-    """Case B037."""
     engine, optimizer = engine_of({"stage": stage, "reduce_bucket_size": 300, **settings})
     trained = names_trained(engine.model)
     ema = zs.ShardedEMA(engine, decay=DECAY)
@@ -220,7 +219,6 @@ def load_some(folder: Path) -> None:
 
 
 def test_an_average_saved_at_3_ranks_loads_at_2_and_at_other_stages(tmp_path: Path) -> None:
-    """Case B037."""
     run_ranks(save_some, 3, {"folder": tmp_path})
     run_ranks(load_some, 2, {"folder": tmp_path})
 

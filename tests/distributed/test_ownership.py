@@ -7,6 +7,7 @@ optimizer are named once in the log, and nothing is said where that is how it is
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,7 +52,7 @@ def backward(model: nn.Module) -> None:
 @contextmanager
 def said() -> Iterator[list[str]]:
     """Collect what rank 0 says about parameters without an optimizer."""
-    with logged() as lines:
+    with logged(logging.INFO) as lines:
         yield lines
     lines[:] = [line for line in lines if "in no optimizer" in line]
 

@@ -6,6 +6,7 @@ Plain Lightning repeats neither the random numbers nor (with a loader that keeps
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,7 +109,7 @@ def test_resumed_inside_an_epoch_equals_uninterrupted_with_dropout(tmp_path: Pat
 
 @distributed(world_size=2)
 def test_an_open_accumulation_window_is_dropped_as_by_ddp_and_said_so(tmp_path: Path) -> None:
-    with subtest("five of nine, windows of two"), logged() as notes:
+    with subtest("five of nine, windows of two"), logged(logging.INFO) as notes:
         runs = []
         for name, strategy in {"ddp": ddp(), "zero": zero(1)}.items():
             run(strategy, TinyModule, 1, callbacks=[SaveOnTheWay(tmp_path / name, (5,))])
