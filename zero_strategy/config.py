@@ -103,7 +103,7 @@ class ZeroConfig(Block):
     """Own key. Under `no_sync` stages 2-3 keep whole gradients too: fewer messages and DDP's very order of
     additions, for the memory of one whole gradient per parameter."""
     broadcast_buffers: StrictBool = True
-    """Own key. Float buffers are made equal from rank 0 before a synchronised forward, as DDP does."""
+    """Own key. Buffers are made equal from rank 0 before a synchronised forward, as DDP does."""
 
     _resolution: Resolution = PrivateAttr()
 

@@ -257,6 +257,9 @@ class ZeroEngine(EngineState):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the whole model; if not `set_to_none`, leave zeros, as torch does."""
+        if self.is_resting:
+            type(self.model).zero_grad(self.model, set_to_none)
+            return
         self._backward.check()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)

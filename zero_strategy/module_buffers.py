@@ -1,4 +1,4 @@
-"""Keeps the model's float buffers equal on all ranks, as DDP does: rank 0's count.
+"""Keeps the model's buffers equal on all ranks, as DDP does: rank 0's count.
 
 Buffers are not parameters: they keep their dtype, are never sharded, and ranks change them on their own
 (running means).
@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero_strategy.comm.collectives import Collectives
+from zero_strategy.comm.ordered import as_bytes
 
 
 class BufferBroadcaster:
-    """Broadcasts buffers from rank 0, one message per dtype."""
+    """Broadcasts buffers from rank 0, all in one message."""
 
     def __init__(self, model: nn.Module, collectives: Collectives, is_syncing: Callable[[], bool]) -> None:
         """Note the model.
@@ -39,17 +40,25 @@ class BufferBroadcaster:
 
     def broadcast_all(self) -> None:
         """Make every buffer equal, of whatever dtype. Collective."""
-        self._broadcast(list(self._model.buffers()))
+        # `.data`: writing a buffer must not invalidate what autograd saved of it in an earlier forward.
+        buffers = [buffer.data for buffer in self._model.buffers()]
+        # The widest first: each begins at a multiple of its own element size then.
+        buffers.sort(key=lambda buffer: buffer.element_size(), reverse=True)
+        if buffers:
+            flat = torch.cat([as_bytes(buffer.reshape(-1)) for buffer in buffers])
+            self._collectives.broadcast(flat)
+            parts = flat.split([buffer.numel() * buffer.element_size() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view(buffer.dtype).view_as(buffer))
         self._are_due = False
 
     def broadcast_due(self) -> None:
-        """Make float buffers equal if they are due. Collective. See [Note: When buffers are broadcast]."""
+        """Make buffers equal if they are due. Collective. See [Note: When buffers are broadcast]."""
         if self._are_due:
-            self._broadcast([buffer for buffer in self._model.buffers() if buffer.is_floating_point()])
-            self._are_due = False
+            self.broadcast_all()
 
     def before_forward(self) -> None:
-        """Make float buffers equal before a training forward, if they are due."""
+        """Make buffers equal before a training forward, if they are due."""
         if torch.is_grad_enabled():
             self.broadcast_due()
 
@@ -57,14 +66,3 @@ class BufferBroadcaster:
         """Note that a training forward may have changed buffers; under `no_sync` that does not count."""
         if torch.is_grad_enabled():
             self._are_due = self._is_syncing()
-
-    def _broadcast(self, buffers: list[Tensor]) -> None:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in buffers:
-            # `.data`: writing a buffer must not invalidate what autograd saved of it in an earlier forward.
-            by_dtype.setdefault(buffer.dtype, []).append(buffer.data)
-        for same in by_dtype.values():
-            flat = torch.cat([buffer.reshape(-1) for buffer in same])
-            self._collectives.broadcast(flat)
-            for buffer, part in zip(same, flat.split([buffer.numel() for buffer in same]), strict=True):
-                buffer.copy_(part.view_as(buffer))

@@ -77,3 +77,18 @@ def test_zeros_that_are_kept_are_stepped_as_under_ddp(stage: int, accumulates: b
                 moves = not torch.equal(expected[3]["second.weight"], expected[0]["second.weight"])
                 assert moves == (name != "model, to None")
                 assert torch.equal(expected[3]["third.weight"], expected[0]["third.weight"])
+
+
+@distributed(world_size=2)
+@grid(stage=(1, 2))
+def test_while_the_engine_rests_the_model_clears_as_torch_does(stage: int) -> None:
+    zero = Zero(Recipe(build=lambda _: Branches()), stage=stage)
+    zero.engine.rest()
+    zero.model(torch.ones(2, WIDTH), False).square().mean().backward()
+    grad = zero.model.first.weight.grad
+    assert grad is not None and grad.any()
+    zero.model.zero_grad(set_to_none=False)
+    assert zero.model.first.weight.grad is grad and not grad.any()
+    zero.model.zero_grad()
+    assert zero.model.first.weight.grad is None
+    zero.close()

@@ -54,6 +54,15 @@ def test_ranks_that_wait_for_what_the_other_has_not_begun_have_parted() -> None:
     assert "rank 1 waits in the message at the end of a backward, which rank 0 has not begun" in found
 
 
+def test_names_of_the_default_group_prove_nothing_while_a_rank_computes() -> None:
+    gathers, passes = ("default", "torch.distributed.gather()"), ("default", "torch.distributed.barrier()")
+    # Rank 1, which computes, has sent rank 2 a message before: gloo has counted it, on those two alone.
+    waiting = [notes_of(0, gathers, passes), notes_of(2, MESSAGE, gathers, gathers)]
+    assert find_divergence(waiting, world_size=3) is None
+    found = find_divergence([*waiting, notes_of(1, gathers, gathers)], world_size=3)
+    assert found is not None and "barrier() on rank 0" in found and "gather() on ranks" in found
+
+
 def test_a_parting_long_ago_is_found_as_long_as_it_is_remembered() -> None:
     ours = [GATHER_A, GATHER_B] + [GATHER_A] * 100
     theirs = [GATHER_B, GATHER_A] + [GATHER_A] * 99
@@ -69,7 +78,7 @@ def test_a_collective_of_the_default_group_is_compared_by_the_number_begun() -> 
     assert found is not None
     assert "rank 0 waits in torch.distributed.barrier(), which rank 1 has not begun" in found
     assert "rank 1 waits in the all-gather of bucket 'a', which rank 0 has not begun" in found
-    found = find_divergence([notes_of(0, BARRIER), notes_of(1, BROADCAST)], world_size=3)
+    found = find_divergence([notes_of(0, BARRIER), notes_of(1, BROADCAST)], world_size=2)
     assert found is not None and "barrier() on rank 0; torch.distributed.broadcast() on rank 1" in found
 
 

@@ -7,10 +7,12 @@ collectives, read by the watch's thread. Knows neither tensors nor process group
 [Note: When ranks have parted]
 Two things prove it, and slowness proves neither. The n-th collective of a group has another name on two
 ranks: it is one operation, so it would mix up what they mean. Or every rank waits, and each for something
-that some other rank has not begun: nobody can move. The default process group counts as well: what others
-than the engine call there (main_thread.py) is known by the number begun, and by name while a rank waits in
-it. A rank that computes, compiles, writes a file or stands in a debugger waits for nobody, so the others
-wait for it as long as the process group's timeout says.
+that some other rank has not begun: nobody can move. A rank that computes, compiles, writes a file or stands
+in a debugger waits for nobody, so the others wait for it as long as the process group's timeout says.
+
+What others than the engine call on the default group (main_thread.py) has torch's numbers, and gloo counts
+messages between two ranks too: after those, ranks number one and the same collective differently. So names
+of that group prove something only where every rank waits.
 """
 
 from __future__ import annotations
@@ -112,11 +114,12 @@ def find_divergence(notes: Sequence[Notes], world_size: int) -> str | None:
     Returns:
         What happened, with ranks and names; None if nothing is proven.
     """
-    for channel in ("gather", "reduce", "control", "default"):
+    do_all_wait = len(notes) >= world_size
+    for channel in ("gather", "reduce", "control", *(["default"] if do_all_wait else [])):
         parted = _first_difference(channel, notes)
         if parted is not None:
             return parted + _lines(notes)
-    if len(notes) < world_size:
+    if not do_all_wait:
         return None
     missing = [[other.rank for other in notes if not _has_begun(other, note.ticket)] for note in notes]
     if not all(missing):
