@@ -214,7 +214,15 @@ def summarize(plans: list[BucketPlan], config: ZeroConfig, world_size: int) -> s
             param.numel() for param in plan.params
         )
     parts = ", ".join(f"{numel:,} {kind}" for kind, numel in numels.items())
-    return f"Sharding over {world_size} ranks, {len(plans)} buckets: parameters {parts or 'none'}."
+    line = f"Sharding over {world_size} ranks, {len(plans)} buckets: parameters {parts or 'none'}."
+    whole = [param for plan in plans if not plan.policy.shard_params for param in plan.params]
+    if config.shards_params and whole:
+        threshold = config.zero_optimization.stage3_param_persistence_threshold
+        line += (
+            f" Of these {sum(param.numel() for param in whole):,} stay whole: their tensors have fewer "
+            f"elements than stage3_param_persistence_threshold = {threshold:,}."
+        )
+    return line
 
 
 # -- helpers --

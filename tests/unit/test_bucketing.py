@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.bucketing import BucketPlan, check_model, find_units, plan_buckets
+from zero_strategy.bucketing import BucketPlan, check_model, find_units, plan_buckets, summarize
 from zero_strategy.config import ZeroConfig
 from zero_strategy.errors import ConfigError
 
@@ -354,3 +354,11 @@ def test_parameters_that_are_no_plain_tensors_are_refused() -> None:
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(Quantised))
     assert "Quantised" in refusal(model).what
+
+
+def test_the_summary_says_what_stays_whole_at_stage_3() -> None:
+    model = nn.Linear(10, 3)
+    for stage, threshold, whole in ((3, 30, "Of these 3 stay whole"), (3, 0, ""), (2, 30, "")):
+        config = ZeroConfig(stage=stage, stage3_param_persistence_threshold=threshold).resolve(2)
+        line = summarize(plan_buckets(model, config), config, 2)
+        assert ("stay whole" in line) == bool(whole) and whole in line

@@ -54,7 +54,8 @@ def has_left(rank: int, consequence: str) -> ShardingError:
     return ShardingError(
         what=f"Rank {rank} has ended. {consequence}",
         why="Its process, or its engine, has come to its end before this rank's has.",
-        fix="Every rank must make the same calls, with as many batches.",
+        fix="Every rank must make the same calls, with as many batches. Saving, too, is for all ranks, not "
+        "for `if trainer.is_global_zero:`.",
     )
 
 

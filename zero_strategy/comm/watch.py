@@ -146,7 +146,7 @@ class Watch:
             what: The collective, for the message.
             error: What it raised.
         """
-        cause = self._find_cause(f"{what} did not finish.") or causes.unexplained(what, error)
+        cause = self._find_cause(f"{what} did not finish{_here()}.") or causes.unexplained(what, error)
         self._is_failing = True
         return cause
 
@@ -286,7 +286,7 @@ class Watch:
         """Find out why a wait lasts: a rank that has ended, ranks that have parted, or only a slow one."""
         self._write(f"waits/{self._rank}", json.dumps(self._note(waiting).to_json()))
         is_ours = waiting.ticket.channel != "default"
-        consequence = f"Rank {self._rank} waits in {waiting.ticket.what}."
+        consequence = f"Rank {self._rank} waits in {waiting.ticket.what}{_here()}."
         # In other people's collectives a rank whose engine is closed may well join in.
         if is_ours and (gone := self._find_gone(consequence)) is not None:
             self._end_all(gone)
@@ -383,3 +383,9 @@ class Watch:
         except RuntimeError:
             self._is_lost = True
             return None
+
+
+def _here() -> str:
+    """Say where in the user's code the main thread stands, if it does."""
+    line = users_line()
+    return f" (at {line})" if line else ""

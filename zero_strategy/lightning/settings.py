@@ -194,8 +194,8 @@ def _check_clipping(config: ZeroConfig, trainer: Any) -> None:
         return
     if not config.is_given("gradient_clipping"):
         log_once(
-            f"The Trainer clips gradients by {algorithm} (gradient_clip_val={value}); the config's "
-            f"gradient_clipping = {config.gradient_clipping} adds nothing to that."
+            f"The Trainer clips gradients by {algorithm} (gradient_clip_val={value}), and the config's "
+            "gradient_clipping, which nobody has set, leaves that to it."
         )
         return
     if value == config.gradient_clipping and algorithm == "norm":
