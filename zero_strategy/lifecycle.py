@@ -45,7 +45,7 @@ class ParamLifecycle:
         backward: BackwardPass,
         *,
         limits: LiveLimits,
-        on_passed: Callable[[Bucket], None],
+        on_passed: Callable[[Sequence[Bucket]], None],
         require_same_order: Callable[[list[str]], None],
     ) -> None:
         """Register the hooks.
@@ -229,13 +229,14 @@ class ParamLifecycle:
 
     def _make_room(self, wanted: Bucket) -> None:
         """Let go of the units a backward has passed. See [Note: When a bucket may go]."""
-        for bucket in list(self._live.whole):
+        idle = []
+        for bucket in self._live.whole:
             is_in_use = self._num_users[bucket] or bucket.unit == wanted.unit
-            if bucket.is_root or is_in_use or bucket in self._live.kept:
-                continue
-            self._uses_left[bucket] -= 1
-            if self._uses_left[bucket] <= 0:
-                self._on_passed(bucket)
+            if not (bucket.is_root or is_in_use or bucket in self._live.kept):
+                idle.append(bucket)
+                self._uses_left[bucket] -= 1
+        self._on_passed([bucket for bucket in idle if self._uses_left[bucket] <= 0])
+        for bucket in idle:
             self._reshard_or_keep(bucket)
 
     def _reshard_or_keep(self, bucket: Bucket) -> None:

@@ -25,6 +25,7 @@ were used anywhere, and which gradients came in after their bucket had gone. Tho
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ class GradReducer:
         self._position_of: dict[Bucket, int] = {}
         self._expected: list[list[int]] = []
         self._told_unused = False
-        self._last_handle: Handle | None = None
+        self._under_way: deque[Handle] = deque()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         for bucket in buckets:
             self._add(bucket)
@@ -206,11 +207,23 @@ class GradReducer:
             progress.ready.append(position)
             self._reduce_in_order()
 
-    def on_passed(self, bucket: Bucket) -> None:
-        """Note that the backward has passed on from a bucket's unit; all ranks do so at the same point."""
-        position = self._position_of.get(bucket)
-        if position is not None and self.reduces_now() and not self._progress.is_reduced[position]:
-            self._reduce(position)
+    def on_passed(self, buckets: Sequence[Bucket]) -> None:
+        """Note that the backward has passed on from a unit of these buckets; all ranks do so at one point.
+
+        All that is reduced of a unit is under way at a time: its gradients are all there already, and one
+        after the other would leave no time for the backward of the next unit to hide them.
+        """
+        if not self.reduces_now():
+            return
+        positions = [self._position_of[bucket] for bucket in buckets if bucket in self._position_of]
+        positions = [position for position in positions if not self._progress.is_reduced[position]]
+        if not positions:
+            return
+        self._wait()
+        for position in positions:
+            self._start(position)
+            if not self._overlap:
+                self._wait()
 
     def _reduce_in_order(self) -> None:
         """Reduce every bucket whose turn it is."""
@@ -224,18 +237,20 @@ class GradReducer:
     def _reduce(self, position: int) -> None:
         """Reduce one bucket; the one before must have arrived, so that no more than one is under way."""
         self._wait()
+        self._start(position)
+        if not self._overlap:
+            self._wait()
+
+    def _start(self, position: int) -> None:
         bucket = self._buckets[position]
         # Gradients of earlier backwards under `no_sync` count as used too.
         self._progress.was_stashed[position] = list(bucket.grads.stashed)
         self._progress.is_reduced[position] = True
-        self._last_handle = bucket.grads.start_reduce()
-        if not self._overlap:
-            self._wait()
+        self._under_way.append(bucket.grads.start_reduce())
 
     def _wait(self) -> None:
-        handle, self._last_handle = self._last_handle, None
-        if handle is not None:
-            handle.wait()
+        while self._under_way:
+            self._under_way.popleft().wait()
 
     def _on_backward_end(self) -> None:
         if self._is_scaled() is False and any(any(fired) for fired in self._progress.fired):

@@ -20,14 +20,8 @@ import argparse
 import logging
 import os
 
-import torch
 from ranks import Ranks, launch, print_setting
-from wire import Clock, Wire, build_layers
-
-import zero_strategy as zs
-
-PART_NUMEL = 4096
-COMPUTE_S = 1.0  # a step
+from wire import Shape, least, measure
 
 
 def main() -> None:
@@ -55,51 +49,12 @@ def measure_all(ranks: Ranks, options: argparse.Namespace) -> None:
     if ranks.rank == 0:
         print(f"{'stage':8}{'exposed':>10}{'least':>10}")
     for stage in options.stages:
-        exposed, log = measure(stage, options)
+        shape = Shape(options.layers, options.buckets, options.ratio, options.backward)
+        exposed, log = measure(stage, shape)
         if ranks.rank == 0:
-            print(f"{stage:<8}{exposed:10.1%}{least(stage, options):10.1%}")
-            print(*(log if options.log else []), sep=os.linesep, flush=True)
-
-
-def measure(stage: int, options: argparse.Namespace) -> tuple[float, list[str]]:
-    """Return the part of the communication that is exposed, and what the wire has noted in that step."""
-    clock = Clock()
-    forward_s = COMPUTE_S / (1 + options.backward) / options.layers
-    parts = [PART_NUMEL] * options.buckets
-    model = build_layers(clock, options.layers, parts, forward_s, options.backward * forward_s)
-    keys = {"reduce_bucket_size": PART_NUMEL, "stage3_param_persistence_threshold": 0}
-    engine = zs.ZeroEngine(model, {"zero_optimization": {"stage": stage, **keys}})
-    wire = Wire(engine, clock)
-    optimizer = engine.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def step() -> float:
-        before = clock.now
-        model(torch.zeros(1)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return clock.now - before
-
-    for _ in range(3):  # the first passes find out the order
-        wire.sent_bytes = 0
-        without = step()
-    wire.seconds_per_byte = options.ratio * COMPUTE_S / wire.sent_bytes
-    step()
-    wire.busy_s = 0.0
-    wire.log.clear()
-    with_wire = step()  # what a step leaves under way, the next one waits for
-    log = list(wire.log)
-    engine.close()
-    return (with_wire - without) / wire.busy_s, log
-
-
-def least(stage: int, options: argparse.Namespace) -> float:
-    """Return what is exposed however fine the buckets are: what must travel in a pass and does not fit."""
-    forward_s = COMPUTE_S / (1 + options.backward)
-    wire_s = options.ratio * COMPUTE_S
-    in_forward, in_backward = {0: (0, 1), 1: (1 / 2, 1 / 2), 2: (1 / 2, 1 / 2), 3: (1 / 3, 2 / 3)}[stage]
-    left_s = max(0.0, in_forward * wire_s - forward_s)
-    left_s += max(0.0, in_backward * wire_s - options.backward * forward_s)
-    return left_s / wire_s
+            print(f"{stage:<8}{exposed:10.1%}{least(stage, shape):10.1%}")
+            if options.log:
+                print(*log, sep=os.linesep, flush=True)
 
 
 if __name__ == "__main__":

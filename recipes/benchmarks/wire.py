@@ -10,13 +10,16 @@ each has its own clock. Used by overlap.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import zero_strategy as zs
 from zero_strategy.comm.collectives import Handle
+
+PART_NUMEL = 4096
+COMPUTE_S = 1.0  # a step
 
 
 class Clock:
@@ -125,3 +128,55 @@ def build_layers(
             for _ in range(num_layers)
         )
     )
+
+
+class Shape(NamedTuple):
+    """What is measured."""
+
+    layers: int
+    buckets: int  # of each layer
+    ratio: float  # time that the wire is busy to time computed
+    backward: float  # to forward
+
+
+def measure(stage: int, shape: Shape) -> tuple[float, list[str]]:
+    """Return the part of a step's communication that is exposed, and what the wire has noted in it."""
+    clock = Clock()
+    forward_s = COMPUTE_S / (1 + shape.backward) / shape.layers
+    parts = [PART_NUMEL] * shape.buckets
+    model = build_layers(clock, shape.layers, parts, forward_s, shape.backward * forward_s)
+    keys = {"reduce_bucket_size": PART_NUMEL}
+    if stage == 3:
+        keys["stage3_param_persistence_threshold"] = 0
+    engine = zs.ZeroEngine(model, {"zero_optimization": {"stage": stage, **keys}})
+    wire = Wire(engine, clock)
+    optimizer = engine.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step() -> float:
+        before = clock.now
+        model(torch.zeros(1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return clock.now - before
+
+    for _ in range(3):  # the first passes find out the order
+        wire.sent_bytes = 0
+        without = step()
+    wire.seconds_per_byte = shape.ratio * COMPUTE_S / wire.sent_bytes
+    step()
+    wire.busy_s = 0.0
+    wire.log.clear()
+    with_wire = step()  # what a step leaves under way, the next one waits for
+    log = list(wire.log)
+    engine.close()
+    return (with_wire - without) / wire.busy_s, log
+
+
+def least(stage: int, shape: Shape) -> float:
+    """Return what is exposed however fine the buckets are: what must travel in a pass and does not fit."""
+    forward_s = COMPUTE_S / (1 + shape.backward)
+    wire_s = shape.ratio * COMPUTE_S
+    in_forward, in_backward = {0: (0, 1), 1: (1 / 2, 1 / 2), 2: (1 / 2, 1 / 2), 3: (1 / 3, 2 / 3)}[stage]
+    left_s = max(0.0, in_forward * wire_s - forward_s)
+    left_s += max(0.0, in_backward * wire_s - shape.backward * forward_s)
+    return left_s / wire_s
