@@ -115,6 +115,7 @@ class BucketGrads:
             unwritten = self._gaps + [place for place, stashed in pairs if not stashed]
             if unwritten:
                 torch._foreach_zero_(unwritten)
+            self._reducing = (full,)
             self._forget_full()  # a gradient that comes in late must not land in a buffer under way
             mean = self._mean_target(full)
             shard = mean if self._policy.shard_optim else self._rank_range(mean)
