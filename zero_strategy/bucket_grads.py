@@ -224,13 +224,14 @@ class BucketGrads:
 
     def _accept(self, handle: Handle, mean: Tensor) -> None:
         handle.wait()
-        self._reducing = ()
+        self._reducing = (mean,)
         if not self._policy.shard_optim:
             self._collectives.all_gather(mean, self._name).wait()
         if self.shard is None:
             self.shard = mean
         else:
             self.shard.add_(mean)
+        self._reducing = ()
 
     def _rank_range(self, flat: Tensor) -> Tensor:
         start = self._collectives.rank * self._layout.shard_numel

@@ -199,7 +199,9 @@ def test_a_rank_that_has_closed_its_engine_is_not_waited_for() -> None:
         if rank() == 1:
             engine.close()
         else:
-            with expect_error(zs.ShardingError, ["Rank 1 has ended", "(at test_failure.py:", "as many batches"]):
+            with expect_error(
+                zs.ShardingError, ["Rank 1 has ended", "(at test_failure.py:", "as many batches"]
+            ):
                 step()
 
 
