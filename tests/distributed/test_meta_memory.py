@@ -143,6 +143,7 @@ def test_a_rank_of_64_needs_its_shard_and_the_live_window_to_build_100_million_p
         assert num_params > 100_000_000
         unit, root = padded_bytes(model.units[0]), padded_bytes(model.embed)
         settings: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        settings["reduce_bucket_size"] = 25_000_000  # one bucket a unit
         tracker = StorageTracker()
         with tracker:
             engine = zs.ZeroEngine(model, zs.ZeroConfig(**settings))
