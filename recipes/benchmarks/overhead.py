@@ -100,16 +100,21 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def measure_import(rounds: int) -> None:
-    commands = {"torch": "import torch", "torch and zero_strategy": "import torch, zero_strategy"}
+    commands = {
+        "torch": "import torch, torch.distributed",
+        "zero_strategy": "import torch, torch.distributed; import zero_strategy",
+        "zero_strategy.ZeroEngine": "import torch, torch.distributed; from zero_strategy import ZeroEngine",
+    }
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, command in commands.items():
             start = time.perf_counter()
             subprocess.run([sys.executable, "-c", command], check=True)
             seconds[name].append(time.perf_counter() - start)
-    pairs = zip(*seconds.values(), strict=True)
-    added = statistics.median(ours - torchs for torchs, ours in pairs)
-    print(f"\nimport zero_strategy adds {added:.2f} s to import torch (median of {rounds} pairs)")
+    print()
+    for name, own in list(seconds.items())[1:]:
+        added = statistics.median(a - b for a, b in zip(own, seconds["torch"], strict=True))
+        print(f"import of {name} adds {added:.2f} s to that of torch (median of {rounds} pairs)", flush=True)
 
 
 # -- start --

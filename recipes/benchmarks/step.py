@@ -1,8 +1,9 @@
 """Times one training step under DDP, its peers and zero_strategy, and counts bytes and memory.
 
-All contenders train the same model on the same data in the same processes, one step each in turn (A B C A B
-C), so that a busy machine slows them alike; what is reported is the median over rounds of the ratio to DDP's
-step of the same round. Bytes are the kernel's count over all ranks (ranks.py says where that means
+All contenders train the same model on the same data in the same processes, a few steps each in turn (A B C A
+B C), so that a busy machine slows them alike; what is reported is the median over rounds of the ratio to
+DDP's steps of the same round. A turn ends when the weights are there: a step of stages 1 and 2 returns while
+they are gathered. Bytes are the kernel's count over all ranks (ranks.py says where that means
 something). Peak memory is that of fresh processes that run one contender alone, the whole process, above what
 it had before the model.
 
@@ -37,11 +38,12 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_strategy as zs
 
 BASE = "ddp"
-WARM_UP_ROUNDS = 3
+WARM_UP_ROUNDS = 2
+STEPS_A_TURN = 3
 MEMORY_STEPS = 4
 KIB, MIB = 1 << 10, 1 << 20
 
-Step = Callable[[], Tensor]  # one whole optimizer step; returns this rank's loss
+Turn = Callable[[int], None]  # trains so many optimizer steps; when it returns, the weights are there
 
 
 class Task(NamedTuple):
@@ -59,10 +61,10 @@ class Task(NamedTuple):
 
 
 class Score(NamedTuple):
-    """One step: the slowest rank's time, bytes of all ranks on the wire."""
+    """A step of a turn: the slowest rank's time, bytes of all ranks on the wire."""
 
     seconds: float
-    sent_bytes: int
+    sent_bytes: float
 
 
 def main() -> None:
@@ -90,23 +92,23 @@ def main() -> None:
 # -- contenders --
 
 
-def alone(task: Task) -> Step:
+def alone(task: Task) -> Turn:
     """No communication at all: each rank trains its own copy."""
     return plain_step(task.model(), task)
 
 
-def ddp(task: Task) -> Step:
+def ddp(task: Task) -> Turn:
     return plain_step(DistributedDataParallel(task.model()), task)
 
 
-def ddp_zero_redundancy(task: Task) -> Step:
+def ddp_zero_redundancy(task: Task) -> Turn:
     """torch's own stage 1 on top of DDP; it steps 16-bit weights without masters."""
     model = DistributedDataParallel(task.model())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
-    return partial(step, model, task.batch(), optimizer)
+    return partial(train, model, task.batch(), optimizer)
 
 
-def fsdp2(task: Task, *, reshard: bool) -> Step:
+def fsdp2(task: Task, *, reshard: bool) -> Turn:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -120,17 +122,17 @@ def fsdp2(task: Task, *, reshard: bool) -> Step:
         fully_shard(layer, **keywords)
     fully_shard(model, **keywords)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return partial(step, model, task.batch(), optimizer)
+    return partial(train, model, task.batch(), optimizer)
 
 
-def zero(task: Task, *, stage: int) -> Step:
+def zero(task: Task, *, stage: int) -> Turn:
     model = task.model()
     engine = zs.ZeroEngine(model, zs.ZeroConfig(stage=stage))
     optimizer = engine.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-    return partial(step, model, task.batch(), optimizer)
+    return partial(train, model, task.batch(), optimizer, finish=engine.wait_for_weights)
 
 
-def deepspeed(task: Task, *, stage: int) -> Step:
+def deepspeed(task: Task, *, stage: int) -> Turn:
     import deepspeed as peer
 
     config = {
@@ -145,16 +147,15 @@ def deepspeed(task: Task, *, stage: int) -> Step:
     engine, *_ = peer.initialize(model=model, optimizer=optimizer, config=config)
     batch = task.batch()
 
-    def run() -> Tensor:
-        loss: Tensor = engine(batch)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
+    def run(num_steps: int) -> None:
+        for _ in range(num_steps):
+            engine.backward(engine(batch))
+            engine.step()
 
     return run
 
 
-CONTENDERS: dict[str, Callable[[Task], Step]] = {
+CONTENDERS: dict[str, Callable[[Task], Turn]] = {
     "alone": alone,
     "ddp": ddp,
     "ddp+zero-redundancy": ddp_zero_redundancy,
@@ -192,34 +193,42 @@ class MasterAdamW(torch.optim.AdamW):
             tensor.grad = None
 
 
-def plain_step(model: nn.Module, task: Task) -> Step:
+def plain_step(model: nn.Module, task: Task) -> Turn:
     weights = list(model.parameters())
     optimizer: torch.optim.Optimizer
     if task.dtype == torch.float32:
         optimizer = torch.optim.AdamW(weights, lr=1e-4, fused=True)
     else:
         optimizer = MasterAdamW(weights)
-    return partial(step, model, task.batch(), optimizer)
+    return partial(train, model, task.batch(), optimizer)
 
 
-def step(model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    loss: Tensor = model(batch)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+def train(
+    model: nn.Module,
+    batch: Tensor,
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    *,
+    finish: Callable[[], None] = lambda: None,
+) -> None:
+    for _ in range(num_steps):
+        loss: Tensor = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    finish()
 
 
 # -- measuring --
 
 
 def measure_all(ranks: Ranks, options: argparse.Namespace) -> dict[str, list[Score]]:
-    """Step all contenders in turn, in one process per rank."""
+    """Train with all contenders in turn, in one process per rank."""
     task = task_of(ranks, options)
-    steps = {name: CONTENDERS[name](task) for name in options.only}
-    scores: dict[str, list[Score]] = {name: [] for name in steps}
+    turns = {name: CONTENDERS[name](task) for name in options.only}
+    scores: dict[str, list[Score]] = {name: [] for name in turns}
     for number in range(WARM_UP_ROUNDS + options.rounds):
-        for name, run in steps.items():
+        for name, run in turns.items():
             score = measure(ranks, run)
             if number >= WARM_UP_ROUNDS:
                 scores[name].append(score)
@@ -230,22 +239,21 @@ def measure_all(ranks: Ranks, options: argparse.Namespace) -> dict[str, list[Sco
     return scores
 
 
-def measure(ranks: Ranks, run: Step) -> Score:
+def measure(ranks: Ranks, run: Turn) -> Score:
     ranks.line_up()
     before = loopback_bytes()
     start = time.perf_counter()
-    run()
+    run(STEPS_A_TURN)
     own_seconds = time.perf_counter() - start
     sent_bytes = loopback_bytes() - before
-    return Score(ranks.slowest(own_seconds), sent_bytes)
+    return Score(ranks.slowest(own_seconds) / STEPS_A_TURN, sent_bytes / STEPS_A_TURN)
 
 
 def measure_memory(ranks: Ranks, options: argparse.Namespace, name: str) -> int:
     """Return how far the peak of this process rises above what it held before the model, in bytes."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     run = CONTENDERS[name](task_of(ranks, options))
-    for _ in range(MEMORY_STEPS):
-        run()
+    run(MEMORY_STEPS)
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * KIB
 
 
