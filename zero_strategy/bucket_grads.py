@@ -163,14 +163,8 @@ class BucketGrads:
         """Whether there is any gradient, reduced or stashed."""
         return any(self.has_grad) or any(self.stashed)
 
-    def of_slice(self, piece: ShardSlice) -> Tensor | None:
-        """Return a slice's reduced gradient, [slice.numel] `dtype`; None if no rank used the parameter."""
-        if self.shard is None or not self.has_grad[piece.param_index]:
-            return None
-        return self._slice(self.shard, piece)
-
     def by_slice(self) -> list[Tensor | None]:
-        """Return `of_slice` for all slices of this rank, in order."""
+        """Return the reduced gradient of each slice, [slice.numel] `dtype`; None for what no rank used."""
         if self.shard is None:
             return [None] * len(self._pieces)
         pairs = zip(self._shard_cuts.inside(self.shard), self._pieces, strict=True)

@@ -26,13 +26,14 @@ import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from zero_strategy.comm import causes
 from zero_strategy.comm.links import Links
 from zero_strategy.comm.main_thread import MainThread, users_line
 from zero_strategy.comm.processes import is_dead, own_process
 from zero_strategy.comm.waits import Notes, Waiting, Waits, find_divergence
+from zero_strategy.comm.words import Words
 from zero_strategy.compat import RankStore, num_begun_by_default
 from zero_strategy.errors import ShardingError
 from zero_strategy.log import LOGGER
@@ -45,8 +46,6 @@ LINGER_S = 3.0
 EXPLAIN_S = 2.0  # a connection may break before the rank at its other end has written why
 _NOBODY = "none"  # has failed
 _RUNNING, _SEEN, _LEFT = "", "seen", "left"
-
-_T = TypeVar("_T")
 
 
 class Watch:
@@ -74,11 +73,9 @@ class Watch:
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._links = links
-        self._store = store
+        self._words = Words(store)
         self._pid = os.getpid()
         self._processes: dict[int, list[str]] = {}  # of the other ranks
-        self._is_lost = False  # the store has gone with the process that held it
-        self._lock = threading.Lock()  # the store is used by the thread and by who fails
         self._stop = threading.Event()
         self._is_failing = False  # this rank has an error of its own, or has raised `failure`
         self._deadline = 0.0  # when this process is ended, once `failure` is known
@@ -91,16 +88,18 @@ class Watch:
         self._next_hook: Callable[..., Any] = sys.excepthook
         if store is None:
             return
-        self._write(f"who/{rank}", json.dumps(own_process()))
-        self._write(f"state/{rank}", _RUNNING)
-        self._write(f"waits/{rank}", "")
+        self._words.write(f"who/{rank}", json.dumps(own_process()))
+        self._words.write(f"state/{rank}", _RUNNING)
+        self._words.write(f"waits/{rank}", "")
         self._open_run()
 
     def start(self) -> None:
         """Start the thread. To be called when the watch of every rank has been constructed."""
-        if self._store is None or self._thread is not None:
+        if not self._words.are_kept or self._thread is not None:
             return
-        self._processes = {other: json.loads(self._read(f"who/{other}") or "[]") for other in self._others}
+        self._processes = {
+            other: json.loads(self._words.read(f"who/{other}") or "[]") for other in self._others
+        }
         self._next_hook, sys.excepthook = sys.excepthook, self._on_unhandled
         self._thread = threading.Thread(target=self._run, name="zero_strategy.watch", daemon=True)
         self._thread.start()
@@ -124,8 +123,8 @@ class Watch:
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._on_unhandled:
             sys.excepthook = self._next_hook
-        self._write(f"state/{self._rank}", _LEFT)
-        self._store = None
+        self._words.write(f"state/{self._rank}", _LEFT)
+        self._words.close()
 
     # -- on the main thread --
 
@@ -152,12 +151,12 @@ class Watch:
 
     def _find_cause(self, consequence: str) -> ShardingError | None:
         """Look for what has broken a connection; the rank at its other end may be about to write it."""
-        deadline = time.monotonic() + (EXPLAIN_S if self._store is not None else 0.0)
+        deadline = time.monotonic() + (EXPLAIN_S if self._words.are_kept else 0.0)
         while self.failure is None and time.monotonic() < deadline:
             self._look()
             if self.failure is None and (gone := self._find_gone(consequence)) is not None:
                 self._end_all(gone)
-            elif self._is_lost:
+            elif self._words.is_lost:
                 break
             elif self.failure is None:
                 time.sleep(0.1)
@@ -177,7 +176,7 @@ class Watch:
         Args:
             error: What ends it. One that all ranks have agreed to raise is no news and changes nothing.
         """
-        if self._store is None or os.getpid() != self._pid or self.is_agreed(error):
+        if not self._words.are_kept or os.getpid() != self._pid or self.is_agreed(error):
             return
         self._is_failing = True
         self._post(causes.has_failed(self._rank, error))
@@ -190,7 +189,7 @@ class Watch:
         Returns:
             The other rank's, or None.
         """
-        if self._store is None or os.getpid() != self._pid:
+        if not self._words.are_kept or os.getpid() != self._pid:
             return None
         is_broken = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
         if not is_broken:
@@ -210,8 +209,8 @@ class Watch:
         """Begin a new run on all ranks, whatever the last one ended by. To be called on all ranks."""
         self._is_failing, self.failure, self._agreed = False, None, None
         self._run_number += 1
-        if self._store is not None:
-            self._write(f"state/{self._rank}", _RUNNING)
+        if self._words.are_kept:
+            self._words.write(f"state/{self._rank}", _RUNNING)
             self._open_run()
 
     def _on_unhandled(
@@ -224,7 +223,7 @@ class Watch:
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
-        self._write(f"state/{self._rank}", _SEEN if self._is_failing else _LEFT)
+        self._words.write(f"state/{self._rank}", _SEEN if self._is_failing else _LEFT)
         if self._is_failing or self._rank == 0:
             self._linger()
         self.close()
@@ -233,12 +232,12 @@ class Watch:
         """Wait until the others have read the store. See [Note: The end of a process]."""
         deadline = time.monotonic() + LINGER_S
         remaining = list(self._others)
-        while remaining and not self._is_lost and time.monotonic() < deadline:
+        while remaining and not self._words.is_lost and time.monotonic() < deadline:
             time.sleep(0.05)
             remaining = [
                 other
                 for other in remaining
-                if not (self._read(f"state/{other}") or is_dead(self._processes[other]))
+                if not (self._words.read(f"state/{other}") or is_dead(self._processes[other]))
             ]
 
     # -- on the thread --
@@ -260,14 +259,14 @@ class Watch:
 
     def _look(self) -> None:
         """Read whether a rank has failed."""
-        found = self._read(self._failed_key())
+        found = self._words.read(self._failed_key())
         if found in ("", _NOBODY) or self.failure is not None:
             return
         self.failure = ShardingError(**json.loads(found))
         self._deadline = time.monotonic() + GRACE_S
         if not self._is_failing:
             LOGGER.error("[rank %d] %s", self._rank, self.failure)
-        self._write(f"state/{self._rank}", _SEEN)
+        self._words.write(f"state/{self._rank}", _SEEN)
 
     def _get_out(self, waiting: Waiting | None) -> None:
         if waiting is not None:
@@ -284,7 +283,7 @@ class Watch:
 
     def _look_into(self, waiting: Waiting) -> None:
         """Find out why a wait lasts: a rank that has ended, ranks that have parted, or only a slow one."""
-        self._write(f"waits/{self._rank}", json.dumps(self._note(waiting).to_json()))
+        self._words.write(f"waits/{self._rank}", json.dumps(self._note(waiting).to_json()))
         is_ours = waiting.ticket.channel != "default"
         consequence = f"Rank {self._rank} waits in {waiting.ticket.what}{_here()}."
         # In other people's collectives a rank whose engine is closed may well join in.
@@ -322,7 +321,7 @@ class Watch:
         """Return the notes of ranks, this one too, that have waited in one place since they were seen."""
         steady = []
         for rank in range(len(self._others) + 1):
-            text = self._read(f"waits/{rank}")
+            text = self._words.read(f"waits/{rank}")
             if not text:
                 continue
             note = Notes.from_json(json.loads(text))
@@ -343,14 +342,14 @@ class Watch:
 
     def _open_run(self) -> None:
         """Say that nobody has failed in this run, unless somebody has already."""
-        self._ask(lambda store: store.compare_set(self._failed_key(), "", _NOBODY))
+        self._words.replace(self._failed_key(), "", _NOBODY)
 
     def _find_gone(self, consequence: str) -> ShardingError | None:
         """Look for a rank that will never join in again."""
         for other in self._others:
             if is_dead(self._processes[other]):
                 return causes.has_died(other, consequence)
-            if self._read(f"state/{other}") == _LEFT:
+            if self._words.read(f"state/{other}") == _LEFT:
                 return causes.has_left(other, consequence)
         return None
 
@@ -364,25 +363,7 @@ class Watch:
 
     def _post(self, error: ShardingError) -> None:
         text = json.dumps({"what": error.what, "why": error.why, "fix": error.fix})
-        self._ask(lambda store: store.compare_set(self._failed_key(), _NOBODY, text))
-
-    def _read(self, key: str) -> str:
-        return (self._ask(lambda store: store.get(key)) or b"").decode()
-
-    def _write(self, key: str, value: str) -> None:
-        self._ask(lambda store: store.set(key, value))
-
-    def _ask(self, request: Callable[[RankStore], _T]) -> _T | None:
-        """Make a request to the store, or none if it is gone with the process that held it."""
-        store = self._store
-        if store is None or self._is_lost:
-            return None
-        try:
-            with self._lock:
-                return request(store)
-        except RuntimeError:
-            self._is_lost = True
-            return None
+        self._words.replace(self._failed_key(), _NOBODY, text)
 
 
 def _here() -> str:
