@@ -92,11 +92,6 @@ class ParamState:
             param.data = stand_in
             param.__class__ = kind
 
-    @property
-    def has_placeholders(self) -> bool:
-        """Whether there are stand-ins for the parameters' data, now or for the next time."""
-        return bool(self._placeholders)
-
     def find_unbound(self) -> int | None:
         """Return the first whole parameter that no longer has the memory that `show` gave it, or None."""
         for index, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
