@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import resource
 import statistics
 import sys
@@ -142,6 +143,7 @@ def deepspeed(task: Task, *, stage: int) -> Turn:
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
     }
+    os.environ["LOCAL_RANK"] = str(task.rank)  # it wants to hear that from a launcher
     model = task.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     engine, *_ = peer.initialize(model=model, optimizer=optimizer, config=config)
