@@ -94,11 +94,13 @@ class ZeroConfig(Block):
     """Gradients are divided by this before they travel, and the sum by what is left of the number of ranks.
     The same bits for powers of two."""
     train_batch_size: Count = 1
-    """Samples per optimizer step over all ranks."""
+    """Samples per optimizer step over all ranks: the product of the next two and the number of ranks. One of
+    the three that is missing is derived, and the product is checked; Lightning's Trainer checks all three
+    against its loader. They drive nothing: whoever runs the loop counts micro-batches (`no_sync`)."""
     train_micro_batch_size_per_gpu: Count = 1
-    """Samples per forward on one rank."""
+    """Samples per forward on one rank. See `train_batch_size`."""
     gradient_accumulation_steps: Count = 1
-    """Micro-batches per optimizer step."""
+    """Micro-batches per optimizer step. See `train_batch_size`."""
     accumulate_whole_gradients: StrictBool = False
     """Own key. Under `no_sync` stages 2-3 keep whole gradients too: fewer messages and DDP's very order of
     additions, for the memory of one whole gradient per parameter."""

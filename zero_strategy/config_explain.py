@@ -14,7 +14,13 @@ from typing import Literal, NamedTuple
 from zero_strategy.config import DEFAULTS, FIELD_KEYS, FIELDS, KNOWN_KEYS, examine
 from zero_strategy.config_blocks import UNWRITTEN
 from zero_strategy.config_keys import AUTO, AUTO_HINTS, KEY_RULES, STAGES_OF_KEY, ZERO_BLOCK
-from zero_strategy.config_source import Fault, Settings, complete_batch_numbers, fold_blocks
+from zero_strategy.config_source import (
+    BATCH_KEYS,
+    Fault,
+    Settings,
+    complete_batch_numbers,
+    fold_blocks,
+)
 
 Verdict = Literal["honoured", "replaced", "no effect", "auto", "refused", "fault"]
 DOES_NOT_LOAD = ("refused", "fault")
@@ -156,7 +162,8 @@ def _text_of(key: str) -> str:
 def _row(key: str, name: str) -> str:
     if key in FIELD_KEYS:
         default = DEFAULTS[key]
-        shown = "left out" if default in UNWRITTEN else f"`{json.dumps(default)}`"
+        is_left_out = default in UNWRITTEN or key in BATCH_KEYS  # which are 1 because nobody said
+        shown = "left out" if is_left_out else f"`{json.dumps(default)}`"
         stages = STAGES_OF_KEY.get(key)
         only = f" (Stages: {', '.join(map(str, stages))}.)" if stages else ""
         return f"| `{name}` | honoured | {shown} | {_text_of(key)}{only} |\n"

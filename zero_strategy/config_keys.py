@@ -72,28 +72,12 @@ def _later(subject: str, fix: str = "Remove the key until then.", *neutral: obje
 _MANIFEST = "every checkpoint has a manifest and loads at any world size, stage and bucket size"
 _FLAT_GATHER = "a bucket is gathered as one flat tensor in place: there is nothing to copy together first"
 _LOGGERS = "the loggers of your training framework"
-_FOREIGN_BLOCKS = (
-    *(
-        "autotuning",
-        "compile",
-        "compression_training",
-        "curriculum_learning",
-        "data_efficiency",
-        "eigenvalue",
-    ),
-    *(
-        "elasticity",
-        "expert_parallel",
-        "graph_harvesting",
-        "hybrid_engine",
-        "datastates_ckpt",
-        "nebula",
-        "pipeline",
-        "progressive_layer_drop",
-    ),
-    *("quantize_training", "sequence_parallel_size", "sparse_attention", "tensor_parallel"),
-    *("use_data_before_expert_parallelism", "weight_quantization"),
-)
+_FOREIGN = (
+    "autotuning", "compile", "compression_training", "curriculum_learning", "data_efficiency",
+    "datastates_ckpt", "eigenvalue", "elasticity", "expert_parallel", "graph_harvesting", "hybrid_engine",
+    "nebula", "pipeline", "progressive_layer_drop", "quantize_training", "sparse_attention",
+    "tensor_parallel", "use_data_before_expert_parallelism", "weight_quantization",
+)  # fmt: skip
 _NO_ZERO_INIT = (
     "there is no zero.Init and no module method is patched: the engine shards the finished model in place"
 )
@@ -183,6 +167,7 @@ _TOP_RULES: dict[str, KeyRule] = {
     "seq_parallel_communication_data_type": _refused(
         "Sequence parallelism is not built.", "Remove the key.", "fp32"
     ),
+    "sequence_parallel_size": _refused("Sequence parallelism is not built.", "Remove the key.", 1),
     "gradient_allreduce_op": _refused(
         "Gradients are averaged over ranks.",
         "Remove the key; for a sum, multiply the loss by the number of ranks.",
@@ -213,8 +198,8 @@ _TOP_RULES: dict[str, KeyRule] = {
         "Loaders belong to your script.", "Set drop_last=True on your DataLoader."
     ),
     **{
-        key: _refused("It is not part of ZeRO and not built here.", "Remove the block.")
-        for key in _FOREIGN_BLOCKS
+        key: _refused("It is not part of ZeRO and not built here.", "Remove it.")
+        for key in _FOREIGN
     },
     "zero_allow_untested_optimizer": _replaced(
         "every element-wise torch optimizer works; others are refused by name"

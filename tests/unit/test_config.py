@@ -264,6 +264,7 @@ def test_keys_of_a_dynamic_scale_have_no_effect_beside_a_fixed_one_and_loading_s
         {"tensorboard": {"enabled": False, "job_name": "x"}, "flops_profiler": {"enabled": False}},
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
         {"bf16": {"enabled": True, "bf16_master_weights_and_grads": False}, "amp": {"enabled": False}},
+        {"sequence_parallel_size": 1},
     ],
 )
 def test_block_that_asks_for_nothing_loads_without_a_word(block: dict[str, object]) -> None:
