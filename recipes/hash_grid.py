@@ -60,11 +60,8 @@ AXES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "reused": ("stage3_max_reuse_distance", (0, ENDLESS)),
 }
 NUM_AXES_BELOW_STAGE_3 = 4
-TAKE_TURNS = (
-    "stepped",
-    "gathered",
-    "reused",
-)  # over all others' cells: eight times as many say no more
+# Over the cells of all the others: every combination with these would be eight times as many and say no more.
+TAKE_TURNS = ("stepped", "gathered", "reused")
 # Every value of every axis, beside every value of every other axis at stage 3.
 QUICK = [
     (0, 300, True, 0, 100),

@@ -197,10 +197,7 @@ _TOP_RULES: dict[str, KeyRule] = {
     "dataloader_drop_last": _refused(
         "Loaders belong to your script.", "Set drop_last=True on your DataLoader."
     ),
-    **{
-        key: _refused("It is not part of ZeRO and not built here.", "Remove it.")
-        for key in _FOREIGN
-    },
+    **{key: _refused("It is not part of ZeRO and not built here.", "Remove it.") for key in _FOREIGN},
     "zero_allow_untested_optimizer": _replaced(
         "every element-wise torch optimizer works; others are refused by name"
     ),

@@ -40,7 +40,6 @@ def main() -> None:
     print_setting(
         options.ranks, f"{layers}, wire {options.ratio} of compute, backward {options.backward} of forward"
     )
-    logging.getLogger("zero_strategy").setLevel(logging.ERROR)
     launch(options.ranks, measure_all, options)
 
 
