@@ -67,11 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _build_parser().parse_args(arguments)
     try:
-        if parsed.command == "consolidate":
-            return _consolidate(parsed)
-        if parsed.command == "explain":
-            return _explain(parsed)
-        return _inspect(parsed)
+        return int(parsed.run(parsed))  # each command sets its own `run`, which returns the exit code
     except ZeroError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
@@ -193,6 +189,7 @@ def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParse
         help="copy tokenizer and similar files from here, no weights",
     )
     command.add_argument("--force", action="store_true", help="write into a folder that holds anything else")
+    command.set_defaults(run=_consolidate)
 
 
 def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -207,6 +204,7 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command.add_argument("--verify", action="store_true", help="read all data and compare its checksums")
     command.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     command.add_argument("--all", action="store_true", help=f"list more than {MAX_LISTED_PARAMS} parameters")
+    command.set_defaults(run=_inspect)
 
 
 def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -229,6 +227,7 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="check the batch numbers for N ranks",
     )
     command.add_argument("--json", action="store_true", help="print a JSON object")
+    command.set_defaults(run=_explain)
 
 
 def _parse_world_size(text: str) -> int:
