@@ -7,15 +7,18 @@ ranks hold nothing: what the readers have to cope with.
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_strategy.checkpoint.format import (
+    MANIFEST_NAME,
     BufferRecord,
     FileRecord,
     HFRecord,
@@ -32,6 +35,7 @@ from zero_strategy.checkpoint.format import (
     rank_file_name,
     write_rank_file,
 )
+from zero_strategy.checkpoint.manifest import seal
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ def write_rank_files(
                 starts[name] = start
             position += tensor.numel()
         file = rank_file_name(rank, world_size, checkpoint_id)
-        for stored in write_rank_file(folder / file, slices, file_metadata(rank, world_size, checkpoint_id)):
+        written = write_rank_file(folder / file, slices, file_metadata(rank, world_size, checkpoint_id))
+        for stored in written.tensors:
             piece = Piece(
                 file=file,
                 key=stored.key,
@@ -104,7 +109,7 @@ def write_rank_files(
                 checksum=stored.checksum,
             )
             pieces[stored.key].append(piece)
-        files[file] = FileRecord(num_bytes=(folder / file).stat().st_size)
+        files[file] = FileRecord(num_bytes=written.num_bytes, header_checksum=written.header_checksum)
     entries = {
         name: TensorEntry(
             name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), pieces=tuple(pieces[name])
@@ -112,6 +117,15 @@ def write_rank_files(
         for name, tensor in tensors.items()
     }
     return files, entries
+
+
+def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a manifest says, as a writer with other ideas would have written it."""
+    path = folder / MANIFEST_NAME
+    document = json.loads(path.read_text())
+    change(document)
+    del document["checksum"]
+    path.write_bytes(seal(json.dumps(document)))
 
 
 def save(

@@ -7,7 +7,6 @@ after 30 seconds and fails. Where one rank alone is at fault, the others must ra
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ import zero_strategy as zs
 from tests.distributed.state_support import adamw, build, sharded, train
 from tests.harness import distributed, expect_error, rank, subtest, world_size
 from tests.models import Mlp
+from tests.synthetic_checkpoint import edit_manifest
 from zero_strategy.checkpoint.format import MANIFEST_NAME
 
 WATCHDOG_S = 30.0
@@ -323,12 +323,6 @@ def test_a_rank_that_stops_early_ends_the_other_by_the_group_timeout_with_an_exp
 # -- checkpoints ---------------------------------------------------------------------------------------------
 
 
-def _edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    document = json.loads((folder / MANIFEST_NAME).read_text())
-    change(document)
-    (folder / MANIFEST_NAME).write_text(json.dumps(document))
-
-
 def _rank_file(folder: Path, number: int) -> Path:
     return next(folder.glob(f"rank-{number:05d}-*"))
 
@@ -350,10 +344,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["rank-00001"],
     ),
     "damaged value": (lambda f: _flip_last_byte(_rank_file(f, 1)), ["rank-00001", "checksum"]),
-    "newer version": (lambda f: _edit_manifest(f, lambda d: d.update(version=99)), ["99", "Upgrade"]),
+    "newer version": (lambda f: edit_manifest(f, lambda d: d.update(version=99)), ["99", "Upgrade"]),
     "lost tensor": (
-        lambda f: _edit_manifest(f, lambda d: d["tensors"].pop("model/shared.weight")),
+        lambda f: edit_manifest(f, lambda d: d["tensors"].pop("model/shared.weight")),
         ["shared.weight"],
+    ),
+    "other digit": (
+        lambda f: (f / MANIFEST_NAME).write_text(
+            (f / MANIFEST_NAME).read_text().replace('"lr": 0.', '"lr": 1.')
+        ),
+        [MANIFEST_NAME, "last line"],
     ),
     "emptied": (lambda f: [path.unlink() for path in f.iterdir()], ["incomplete"]),
 }

@@ -12,11 +12,12 @@ import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.synthetic_checkpoint import save, small_state
+from tests.synthetic_checkpoint import edit_manifest, save, small_state
 from zero_strategy.checkpoint.format import MANIFEST_NAME, CheckpointReader, Manifest
 from zero_strategy.errors import CheckpointError
 
@@ -25,21 +26,15 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def _edit(change: Callable[[dict], object]) -> Callable[[Path], None]:  # type: ignore[type-arg]
-    def apply(folder: Path) -> None:
-        path = folder / MANIFEST_NAME
-        document = json.loads(path.read_text())
-        change(document)
-        path.write_text(json.dumps(document))
-
-    return apply
+def _edit(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    return lambda folder: edit_manifest(folder, change)
 
 
 def _rank_file(folder: Path, rank: int = 1) -> Path:
     return next(folder.glob(f"rank-{rank:05d}-*"))
 
 
-def _piece(document: dict) -> dict:  # type: ignore[type-arg]
+def _piece(document: dict[str, Any]) -> dict[str, Any]:
     return document["tensors"]["model/block.weight"]["pieces"][0]  # type: ignore[no-any-return]
 
 
@@ -92,6 +87,23 @@ def _write_manifest(text: str) -> Callable[[Path], None]:
     return lambda folder: _discard((folder / MANIFEST_NAME).write_text(text))
 
 
+def _change_text(old: bytes, new: bytes) -> Callable[[Path], None]:
+    """Change the manifest without a new checksum over it, as a fault of the disk does."""
+
+    def apply(folder: Path) -> None:
+        content = (folder / MANIFEST_NAME).read_bytes()
+        assert old in content
+        (folder / MANIFEST_NAME).write_bytes(content.replace(old, new))
+
+    return apply
+
+
+def _remove_last_line(folder: Path) -> None:
+    document = json.loads((folder / MANIFEST_NAME).read_text())
+    del document["checksum"]
+    (folder / MANIFEST_NAME).write_text(json.dumps(document))
+
+
 def _discard(_: object) -> None:
     return None
 
@@ -108,7 +120,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "header length of 0": (_overwrite(0, struct.pack("<Q", 0)), "rank-00001.*header of 0"),
     "header that is no JSON": (_overwrite(8, b"}"), "rank-00001.*not JSON"),
     "header with a negative offset": (_edit_header(b'"data_offsets":[0,', b'"data_offsets":[-,'), "not JSON"),
-    "header with another dtype": (_edit_header(b'"F32"', b'"I32"'), "rank-00001.*int32"),
+    "header with another dtype": (_edit_header(b'"F32"', b'"I32"'), "rank-00001.*table of contents"),
+    "header of another rank": (_edit_header(b'"rank":"1"', b'"rank":"2"'), "rank-00001.*table of contents"),
     "header with an unknown dtype": (_edit_header(b'"F32"', b'"X32"'), "rank-00001.*malformed"),
     "no manifest": (lambda f: (f / MANIFEST_NAME).unlink(), "incomplete.*rank-00000"),
     "manifest that is no JSON": (_write_manifest("{"), "not JSON"),
@@ -178,6 +191,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         "'grad/step' is not a name",
     ),
     "missing field": (_edit(lambda d: d.pop("params")), "params"),
+    "edited by hand": (_change_text(b'"lr": 0.0001', b'"lr": 0.0009'), "manifest.json.*last line is not"),
+    "shape and count edited": (_change_text(b"15", b"11"), "manifest.json.*last line is not"),
+    "other checksum": (_change_text(b'\n  "checksum": "x', b'\n  "checksum": "y'), "last line"),
+    "no checksum": (_remove_last_line, "last line is not"),
 }
 
 

@@ -39,7 +39,7 @@ from zero_strategy.checkpoint.format import (
 )
 from zero_strategy.errors import CheckpointError
 
-NO_CHECKSUM = "crc32:00000000"
+NO_CHECKSUM = "xxh3:0000000000000000"
 
 
 # -- plans --
@@ -165,8 +165,9 @@ def test_rank_files_are_ordinary_safetensors_files_in_every_dtype(tmp_path: Path
     path = tmp_path / "file.safetensors"
     stored = write_rank_file(path, tensors, {"who": "test"})
     loaded = load_file(path)
-    assert [record.key for record in stored] == list(tensors)
-    for record in stored:
+    assert [record.key for record in stored.tensors] == list(tensors)
+    assert stored.num_bytes == path.stat().st_size
+    for record in stored.tensors:
         assert same_bits(loaded[record.key], tensors[record.key]), record.key
         assert record.offset_bytes % record.dtype.itemsize == 0, record
         assert record.checksum == checksum(tensors[record.key])

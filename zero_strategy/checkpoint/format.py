@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_strategy.checkpoint.elements import CHUNK_BYTES, bytes_of, checksum, dtype_name
+from zero_strategy.checkpoint.elements import CHUNK_BYTES, Checksum, bytes_of, checksum, dtype_name
 from zero_strategy.checkpoint.extra import decode_extra, encode_extra
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest, check_piece
 from zero_strategy.checkpoint.records import (
@@ -263,15 +263,15 @@ class CheckpointReader:
 
     def _chunks_of(self, entry: TensorEntry, read: Read, out: Tensor) -> Iterator[Tensor]:
         """Yield one read in chunks, each in the memory of `out`, and compare the checksum at the end."""
-        found = checksum(memoryview(b""))
+        found = Checksum()
         for offset in range(0, read.numel, max(1, out.numel())):
             chunk = out[: read.numel - offset]
             view = bytes_of(chunk)
             self._fill(entry, read, offset, view)
-            found = checksum(view, found)
+            found.add(view)
             yield chunk
         if read.is_whole:
-            self._compare(entry, read.piece, found)
+            self._compare(entry, read.piece, str(found))
 
     def _fill(self, entry: TensorEntry, read: Read, offset: int, view: memoryview) -> None:
         """Read into `view`, beginning `offset` elements after the start of the read."""

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     Field,
@@ -31,7 +31,7 @@ from pydantic import (
     field_validator,
 )
 
-from zero_strategy.checkpoint.elements import MAX_COUNT
+from zero_strategy.checkpoint.elements import MAX_COUNT, checksum
 from zero_strategy.checkpoint.folders import sync_folder, to_readable_json
 from zero_strategy.checkpoint.records import (
     FORMAT,
@@ -99,7 +99,10 @@ class Manifest(Record):
             CheckpointError: The folder is missing, incomplete, foreign, from a newer version, or damaged.
         """
         path = Path(folder)
-        manifest = _parse(path, _load_json(path))
+        content = _read_bytes(path)
+        document = _decode(path, content)
+        _check_seal(path, content)
+        manifest = _parse(path, document)
         _check_references(path, manifest)
         if check_files:
             manifest.check_files(path)
@@ -118,11 +121,11 @@ class Manifest(Record):
         path = Path(folder)
         _check_references(path, self)
         self.check_files(path)
-        text = to_readable_json(self.model_dump(by_alias=True))
+        content = seal(to_readable_json(self.model_dump(by_alias=True)))
         temporary = path / f"{MANIFEST_NAME}.{self.checkpoint_id}.tmp"
         try:
-            with open(temporary, "w", encoding="utf-8") as file:  # plain open: permissions as the umask says
-                file.write(text + "\n")
+            with open(temporary, "wb") as file:  # plain open: permissions as the umask says
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             sync_folder(path)  # the rank files' names must be on the disk before the manifest that needs them
@@ -181,6 +184,11 @@ class Manifest(Record):
         if found_id != self.checkpoint_id:
             file.close()
             raise _wrong_file(path, f"it is from save {found_id!r}, the manifest from {self.checkpoint_id!r}")
+        if file.header_checksum != self.files[name].header_checksum:
+            file.close()
+            raise _wrong_file(
+                path, f"its table of contents is damaged: its checksum is {file.header_checksum}"
+            )
         return file
 
     def _remove_superseded(self, folder: Path) -> None:
@@ -192,7 +200,30 @@ class Manifest(Record):
 # -- checks --
 
 
-def _load_json(folder: Path) -> object:
+def seal(text: str) -> bytes:
+    """Add a checksum over all that comes before it as the last line of a JSON object.
+
+    A flipped bit can turn a number or a name into another that makes sense, which only this shows.
+    """
+    body = (text.rstrip().removesuffix("}").rstrip() + ",\n").encode()
+    return body + _last_line(body)
+
+
+def _last_line(body: bytes) -> bytes:
+    return f'  "checksum": "{checksum(body)}"\n}}\n'.encode()
+
+
+def _check_seal(folder: Path, content: bytes) -> None:
+    length_bytes = len(_last_line(b""))
+    if content[-length_bytes:] != _last_line(content[:-length_bytes]):
+        raise _bad_manifest(
+            folder,
+            "its last line is not the checksum of what comes before, so it was changed since it was written, "
+            "by a fault or by hand",
+        )
+
+
+def _read_bytes(folder: Path) -> bytes:
     if not folder.is_dir():
         kind = "is a file, not a folder" if folder.exists() else "does not exist"
         raise CheckpointError(
@@ -208,16 +239,19 @@ def _load_json(folder: Path) -> object:
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise _bad_manifest(folder, "it is no ordinary file")
     try:
-        return json.loads(path.read_bytes())
+        return path.read_bytes()
     except FileNotFoundError:
         raise _incomplete(folder) from None
     except OSError as error:
         raise _bad_manifest(folder, f"it cannot be read ({error.strerror or error})") from error
+
+
+def _decode(folder: Path, content: bytes) -> dict[str, Any]:
+    """Decode a manifest that this version may read; what another wrote is named before checksums are."""
+    try:
+        document = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise _bad_manifest(folder, f"it is not JSON ({error})") from error
-
-
-def _parse(folder: Path, document: object) -> Manifest:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise _bad_manifest(folder, f'it does not say "format": "{FORMAT}", so another program wrote it')
     version = document.get("version")
@@ -227,6 +261,10 @@ def _parse(folder: Path, document: object) -> Manifest:
             why=f"This version of zero_strategy reads version {VERSION}.",
             fix="Upgrade zero_strategy: pip install --upgrade zero-strategy.",
         )
+    return document
+
+
+def _parse(folder: Path, document: dict[str, Any]) -> Manifest:
     try:
         return Manifest.model_validate(document)
     except ValidationError as error:

@@ -55,7 +55,7 @@ def manifest_of(parts: Parts, checkpoint_id: str, tables: list[Any], extra: Any)
     Args:
         parts: The engine.
         checkpoint_id: The save's.
-        tables: Of every rank: its file's name and bytes, what it holds, and state that is no tensor.
+        tables: Of every rank: its file's name and record, what it holds, and state that is no tensor.
         extra: The user's, as JSON.
     """
     pieces: dict[str, list[Piece]] = {}
@@ -71,7 +71,7 @@ def manifest_of(parts: Parts, checkpoint_id: str, tables: list[Any], extra: Any)
         checkpoint_id=checkpoint_id,
         world_size=parts.collectives.world_size,
         stage=parts.stage,
-        files={file_name: FileRecord(num_bytes=num_bytes) for file_name, num_bytes, _, _ in tables},
+        files={file_name: FileRecord(**record) for file_name, record, _, _ in tables},
         params=param_records(parts),
         buffers=buffer_records(parts.model),
         tensors={

@@ -22,6 +22,7 @@ Count = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
 # A plain name: no separator, no "..", nothing hidden, so that it stays inside the folder it is joined to.
 FileName = Annotated[str, StringConstraints(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
 Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
+ChecksumText = Annotated[str, StringConstraints(strict=True, pattern=r"^xxh3:[0-9a-f]{16}$")]
 
 
 class Record(BaseModel):
@@ -32,6 +33,7 @@ class FileRecord(Record):
     """What a rank file must look like."""
 
     num_bytes: Count
+    header_checksum: ChecksumText  # over the bytes before the data, which have those of the pieces
 
 
 class Piece(Record):
@@ -42,7 +44,7 @@ class Piece(Record):
     file_start: Count  # element of `key` at which the run begins
     start: Count  # element of the flattened tensor at which the run begins
     numel: Count
-    checksum: Annotated[str, StringConstraints(pattern=r"^crc32:[0-9a-f]{8}$")]  # over the bytes of the run
+    checksum: ChecksumText  # over the bytes of the run
 
     @property
     def stop(self) -> int:

@@ -26,6 +26,7 @@ from zero_strategy.checkpoint.elements import (
     CHUNK_BYTES,
     HEADER_NAMES,
     MAX_COUNT,
+    Checksum,
     bytes_of,
     checksum,
     cpu_chunks,
@@ -58,8 +59,16 @@ class StoredTensor(NamedTuple):
     key: str
     numel: int
     dtype: torch.dtype
-    checksum: str  # "crc32:89abcdef" over the data; "" where it was read from a header, which holds none
+    checksum: str  # over the data; "" where it was read from a header, which holds none
     offset_bytes: int  # of the first element, from the start of the file
+
+
+class WrittenFile(NamedTuple):
+    """A file as written: what somebody who reads it must find."""
+
+    num_bytes: int
+    header_checksum: str
+    tensors: list[StoredTensor]
 
 
 # -- writing --
@@ -73,7 +82,7 @@ class SafetensorsWriter:
         with SafetensorsWriter(path, specs, metadata) as writer:
             for spec in writer.specs:  # sorted by element size, so that every tensor is aligned
                 writer.write(chunk)    # any number of chunks a tensor
-        writer.stored                  # what was written, with checksums
+        writer.written()               # what was written, with checksums
 
     Leaving the block flushes the file to the disk. An error inside it, or inside the writer, removes the
     file: either the whole file is there or none.
@@ -84,9 +93,9 @@ class SafetensorsWriter:
         self.specs = tuple(sorted(specs, key=lambda spec: -spec.dtype.itemsize))  # stable
         self.stored: list[StoredTensor] = []
         self.num_bytes = 0  # written so far, header included
-        self._pending = bytearray(_header(self.specs, metadata))
+        self._header = _header(self.specs, metadata)
         self._filled_bytes = 0  # of the tensor being written
-        self._checksum = checksum(memoryview(b""))
+        self._checksum = Checksum()
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> SafetensorsWriter:
@@ -96,7 +105,7 @@ class SafetensorsWriter:
         except OSError as error:
             raise _write_error(self.path, error) from error
         try:
-            self._write_bytes(memoryview(self._pending))
+            self._write_bytes(memoryview(self._header))
             self._skip_finished()
         except BaseException:
             self._discard()
@@ -112,7 +121,7 @@ class SafetensorsWriter:
             view = bytes_of(chunk)
             self._filled_bytes += len(view)
             assert self._filled_bytes <= spec.num_bytes, (spec, self._filled_bytes)
-            self._checksum = checksum(view, self._checksum)
+            self._checksum.add(view)
             self._write_bytes(view)
             self._skip_finished()
 
@@ -136,6 +145,10 @@ class SafetensorsWriter:
             self._discard()
             raise
 
+    def written(self) -> WrittenFile:
+        """Return what was written, in the order of `specs`."""
+        return WrittenFile(self.num_bytes, checksum(self._header), list(self.stored))
+
     def _skip_finished(self) -> None:
         """Record the tensor that is complete now, and the empty ones after it."""
         while len(self.stored) < len(self.specs):
@@ -144,9 +157,9 @@ class SafetensorsWriter:
                 return
             offset_bytes = self.num_bytes - spec.num_bytes
             numel = math.prod(spec.shape)
-            self.stored.append(StoredTensor(spec.key, numel, spec.dtype, self._checksum, offset_bytes))
+            self.stored.append(StoredTensor(spec.key, numel, spec.dtype, str(self._checksum), offset_bytes))
             self._filled_bytes = 0
-            self._checksum = checksum(memoryview(b""))
+            self._checksum = Checksum()
 
     def _write_bytes(self, view: memoryview) -> None:
         assert self._file is not None, "written to without being entered"
@@ -168,7 +181,7 @@ def write_rank_file(
     path: Path,
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     metadata: Mapping[str, str],
-) -> list[StoredTensor]:
+) -> WrittenFile:
     """Write flat tensors to a new file, one at a time, and flush it to the disk.
 
     Args:
@@ -177,7 +190,7 @@ def write_rank_file(
         metadata: For the header; see `records.file_metadata`.
 
     Returns:
-        One record a tensor, in the order given.
+        What was written, with one record a tensor, in the order given.
 
     Shapes:
         tensors [numel] each; others are stored flattened
@@ -191,7 +204,7 @@ def write_rank_file(
         for spec in writer.specs:
             writer.write(named[spec.key])
     by_key = {stored.key: stored for stored in writer.stored}
-    return [by_key[key] for key in named]
+    return writer.written()._replace(tensors=[by_key[key] for key in named])
 
 
 def _unique(path: Path, items: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -297,7 +310,9 @@ class SafetensorsFile:
                 self.path, f"it announces a header of {length_bytes} bytes in {self.num_bytes} bytes"
             )
         try:
-            entries = json.loads(self._file.read(length_bytes).decode())
+            header = self._file.read(length_bytes)
+            self.header_checksum = checksum(length_bytes.to_bytes(8, "little") + header)
+            entries = json.loads(header.decode())
         except (ValueError, RecursionError) as error:
             raise _damaged(self.path, f"its header is not JSON ({error})") from error
         if not isinstance(entries, dict):

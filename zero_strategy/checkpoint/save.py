@@ -140,9 +140,10 @@ def _write_file(file: Path, stored: _Stored, metadata: dict[str, str]) -> list[A
     written = write_rank_file(file, [(run.name, run.values) for run in stored.runs], metadata)
     table = [
         [run.name, run.shape, dtype_name(run.values.dtype), run.start, run.values.numel(), record.checksum]
-        for run, record in zip(stored.runs, written, strict=True)
+        for run, record in zip(stored.runs, written.tensors, strict=True)
     ]
-    return [file.name, file.stat().st_size, table, stored.plain_states]
+    record = {"num_bytes": written.num_bytes, "header_checksum": written.header_checksum}
+    return [file.name, record, table, stored.plain_states]
 
 
 def _buffer_runs(model: nn.Module) -> list[Run]:
