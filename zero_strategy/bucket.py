@@ -164,7 +164,7 @@ class Bucket:
         self._was_written = False  # by modules, and so far unknown to the masters
         # Invariant: parameters get memory one bucket at a time, until `adopt`, as the user's is let go of.
         free_storage(self.flat)
-        self._arriving: Tensor | None = None  # [padded_numel]; what parameters move to, until `adopt` ends
+        self._room: Tensor | None = None  # [padded_numel]; where parameters move to, until `adopt` ends
         self.grads = BucketGrads(
             plan.name,
             self.layout,
@@ -189,13 +189,13 @@ class Bucket:
             Each parameter's place in it. One that has no memory of its own may get it there, and is then not
             copied.
         """
-        if self._arriving is None:
+        if self._room is None:
             if any(param.dtype != self.flat.dtype for param in self.params):
-                self._arriving = empty_flat(self.layout.padded_numel, torch.float32, self.flat.device)
+                self._room = empty_flat(self.layout.padded_numel, torch.float32, self.flat.device)
             else:
                 restore_storage(self.flat)
-                self._arriving = self.flat
-        return views_of(self._arriving, self.layout)
+                self._room = self.flat
+        return views_of(self._room, self.layout)
 
     def adopt(self, *, is_agreed: bool = False) -> Tensor | None:
         """Move the parameters' values into the bucket, make them equal on all ranks, and shard them.
@@ -209,7 +209,7 @@ class Bucket:
         """
         source = self._fill_flat(is_agreed)
         self.state.show()
-        self._arriving = None  # nobody holds the values from before rounding any more
+        self._room = None  # nobody holds the values from before rounding any more
         if self.policy.shard_params:
             self.param_shard = self.param_shard.clone()
             self._free()
@@ -335,11 +335,11 @@ class Bucket:
         """Return the bytes held here: parameters and gradients, padding included and named."""
         whole_bytes = self.flat.untyped_storage().nbytes()
         kept = self.param_shard if self.policy.shard_params else self.flat
-        if self._arriving is not None:
-            wide_bytes = _nbytes(self._arriving) if self._arriving is not self.flat else 0
+        if self._room is not None:
+            wide_bytes = _nbytes(self._room) if self._room is not self.flat else 0
             return MemoryUse(unsharded=whole_bytes + wide_bytes)
         if not kept.untyped_storage().nbytes():
-            return MemoryUse()  # no parameter has arrived
+            return MemoryUse()  # no parameter has moved in
         use = MemoryUse(params=_nbytes(kept))
         if self.policy.shard_params:
             use.unsharded = whole_bytes
@@ -355,7 +355,7 @@ class Bucket:
     def _fill_flat(self, is_agreed: bool) -> Tensor | None:
         """Write rank 0's values into the flat buffer; return what this rank owns, if it was rounded."""
         places = self.make_room()
-        target = self._arriving
+        target = self._room
         assert target is not None, "there is room"
         for start, numel in self.layout.gaps():
             target[start : start + numel].zero_()

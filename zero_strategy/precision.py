@@ -38,18 +38,18 @@ class MasterShard:
         is_copy: Whether they are fp32 copies of 16-bit parameters.
     """
 
-    def __init__(self, bucket: Bucket, unrounded: Tensor | None, *, is_copy: bool) -> None:
+    def __init__(self, bucket: Bucket, wide: Tensor | None, *, is_copy: bool) -> None:
         """Make the masters of a bucket.
 
         Args:
             bucket: The bucket.
-            unrounded: [owned_numel] fp32, the values the shard was rounded from, if it was.
+            wide: [owned_numel] fp32, the values the shard was rounded from, if it was.
             is_copy: Whether they are fp32 copies; else the shard is its own master.
         """
         self._bucket = bucket
         self.is_copy = is_copy
-        if unrounded is not None and self.is_copy:
-            self.weights = unrounded
+        if wide is not None and self.is_copy:
+            self.weights = wide
         else:
             self.weights = bucket.param_shard.float() if self.is_copy else bucket.param_shard
         self.slices = [self._slice(piece) for piece in bucket.slices]

@@ -187,6 +187,7 @@ class GradReducer:
     # -- runtime --
 
     def on_grad(self, position: int, index: int, param: nn.Parameter) -> None:
+        """Stash a gradient that autograd has finished; reduce what is complete with it and has its turn."""
         self._backward.begin()
         reduces_now = self.reduces_now()
         grad = param.grad

@@ -1,7 +1,8 @@
 """Finds gradients that are infinite or NaN, with one verdict on all ranks, and says where they are.
 
-Called by the sharded optimizer, of fp16 gradients before every step and for scalers of other libraries.
-Works on the slices that a rank holds; knows nothing of the loss scale but what it prints.
+Called for a sharded optimizer: before a step whose gradients are fp16, or where `bf16.check_grad_overflow`
+asks for it, and for scalers of other libraries. Works on the slices that a rank holds; knows nothing of the
+loss scale but what it prints.
 """
 
 from __future__ import annotations

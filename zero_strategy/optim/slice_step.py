@@ -70,15 +70,15 @@ class SliceStep:
         if num_hooks or not counts_steps_per_tensor(self._inner):
             yield buckets
             return
-        chunk: list[Bucket] = []
+        sub_group: list[Bucket] = []
         filled_numel = 0
         for bucket in buckets:
-            if chunk and filled_numel + bucket.owned_numel > self._sub_group_numel:
-                yield chunk
-                chunk, filled_numel = [], 0
-            chunk.append(bucket)
+            if sub_group and filled_numel + bucket.owned_numel > self._sub_group_numel:
+                yield sub_group
+                sub_group, filled_numel = [], 0
+            sub_group.append(bucket)
             filled_numel += bucket.owned_numel
-        yield chunk
+        yield sub_group
 
     def _update(
         self, groups: Sequence[dict[str, Any]], buckets: Sequence[Bucket], grad_factor: float

@@ -45,8 +45,8 @@ class StepGradients:
             owned: Yields the optimizer's parameters, as indices by bucket.
             collectives: For norms and verdicts.
             scaler: Says what gradients are to be divided by.
-            checks_overflow: Whether steps are skipped for infinite gradients where no loss is scaled, too.
             is_syncing: Whether an accumulation window ends here; inside `no_sync` there is nothing to clip.
+            checks_overflow: Whether steps are skipped for infinite gradients where no loss is scaled, too.
         """
         self._owned = owned
         self._collectives = collectives
