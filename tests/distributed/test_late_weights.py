@@ -219,6 +219,35 @@ def test_what_is_on_its_way_is_no_more_than_allowed() -> None:
     training.engine.close()
 
 
+def scripted() -> nn.Module:
+    model = Mlp(4, WIDTH)
+    model.layers[1] = torch.jit.script(model.layers[1])
+    return model
+
+
+@distributed(world_size=2)
+def test_what_stays_whole_at_stage_3_is_late_too_and_nothing_is_where_a_part_is_scripted() -> None:
+    """TorchScript takes weights in C++, where nothing of ours would wait."""
+    biases = [f"layers.{i}.bias" for i in range(4)]
+    everything = [name for name, _ in Mlp(4, WIDTH).named_parameters()]
+    for stage, build, threshold, late in (
+        (3, None, 1000, everything),
+        (3, None, WIDTH + 1, biases),
+        (2, scripted, 0, []),
+    ):
+        with subtest(f"stage {stage}, whole below {threshold}, scripted {build is not None}"):
+            keys: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": threshold}
+            builds = [] if build is None else [build]
+            lazy, eager = Training(*builds, **keys), Training(**keys, overlap_comm=False)
+            for _ in range(2):
+                lazy.step()
+                eager.step()
+                assert lazy.late() == late and not eager.late()
+            assert_same(lazy.engine.full_state_dict(), eager.engine.full_state_dict())
+            lazy.engine.close()
+            eager.engine.close()
+
+
 class Behind(nn.Module):
     """A layer that reads the memory of a weight as C++ code does: without asking the weight's class."""
 

@@ -7,6 +7,7 @@ gather, "-a" resharding, "!a" dropping); weights are those of naive data paralle
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -296,4 +297,46 @@ def train_on_changing_routes(**settings: Any) -> None:
     weights = zero.weights()
     for name, wanted in naive.weights().items() if rank() == 0 else ():
         assert torch.equal(weights[name], wanted), name
+    zero.close()
+
+
+# -- over many steps --
+
+
+def births(tracker: StorageTracker, of_bytes: int) -> list[tuple[int, int]]:
+    """Return a list to which every storage of so many bytes or more is added when it comes to life."""
+    found: list[tuple[int, int]] = []  # serial number, bytes
+    before = tracker.alive()
+
+    def look(alive: Alive) -> None:
+        nonlocal before
+        found.extend((serial, n) for serial, n in alive.items() if serial not in before and n >= of_bytes)
+        before = alive
+
+    tracker.listen(look)
+    return found
+
+
+@distributed(world_size=2)
+def test_gathers_take_the_same_memory_in_every_step_whatever_the_batch() -> None:
+    """Memory of changing sizes would break an allocator's blocks up, until nothing fits any more.
+
+    Activations here are smaller than a shard; what is as large or larger is the same in every step.
+    """
+    tracker = StorageTracker()
+    with tracker:
+        zero = Zero(Recipe(build=lambda _: Stack()), stage=3)
+        shard_bytes = UNIT_NUMEL * 4 // world_size()
+        flats = {tracker.add([bucket.flat])[0]: 2 * shard_bytes for bucket in zero.engine.buckets}
+        found = births(tracker, shard_bytes)
+        steps = []
+        for step in range(8):
+            found.clear()
+            zero.backward(zero.model(torch.ones(1 + step, WIDTH, requires_grad=True)).square().mean())
+            zero.step()
+            gathered = [storage for storage in found if storage[0] in flats]
+            assert len(gathered) == 2 * DEPTH and set(gathered) == set(flats.items())
+            alive = Counter(nbytes for nbytes in tracker.alive().values() if nbytes >= shard_bytes)
+            steps.append((Counter(nbytes for _, nbytes in found), alive))
+    assert all(step == steps[2] for step in steps[2:]), steps
     zero.close()

@@ -147,35 +147,63 @@ def test_experts_without_tokens_hang_nobody_and_do_not_move(case: str) -> None:
 # -- with torch.compile --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@distributed(world_size=2, timeout=200)
-@grid(stage=(1, 3), what=("each block's forward", "the model"))
-def test_compiled_blocks_and_models_equal_eager_ones(stage: int, what: str) -> None:
-    """Hooks stay outside the graphs, and a block is compiled at most twice."""
+def graphs_over_steps(stage: int, what: str, *, backend: str = "eager", num_steps: int = 6) -> list[int]:
+    """Train four equal blocks, some of it compiled; return how many graphs there were after each step.
+
+    What travels between graphs must leave no trace in the numbers: gradients are naive data parallelism's.
+    """
     torch._dynamo.reset()
-    counts: dict[str, int] = {}
+    compile_graph = torch._dynamo.lookup_backend(backend)
+    num_graphs = [0]
 
     def counting(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-        counts["graphs"] = counts.get("graphs", 0) + 1
-        return graph.forward
+        num_graphs[0] += 1
+        return compile_graph(graph, examples)
 
-    naive = Naive(Recipe(build=lambda _: Mlp(4)))
-    zero = Zero(Recipe(build=lambda _: Mlp(4)), stage=stage)
+    def build(_: str | None) -> nn.Module:
+        model = Mlp(4)
+        if what == "blocks before sharding":
+            for place, layer in enumerate(model.layers):
+                model.layers[place] = torch.compile(layer, backend=counting)
+        return model
+
+    naive, zero = Naive(Recipe(build=lambda _: Mlp(4))), Zero(Recipe(build=build), stage=stage)
     if what == "the model":
         zero.model.compile(backend=counting)
-    else:
+    elif what == "each block's forward":
         for layer in zero.model.layers:
             layer.forward = torch.compile(layer.forward, backend=counting)
-    for step in range(6):
+    counts = []
+    for step in range(num_steps):
         for way in (naive, zero):
             way.backward(way.model(inputs(step)).pow(2).mean())
-        for name, wanted in naive.grads().items():
-            grad = zero.grads()[name]
-            assert grad is not None and wanted is not None and torch.equal(grad, wanted), name
+        pairs = zip(naive.grads().values(), zero.grads().values(), strict=True)
+        assert all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
         for way in (naive, zero):
             way.step()
-    assert 1 <= counts["graphs"] <= 8
+        counts.append(num_graphs[0])
     zero.close()
+    return counts
+
+
+@distributed(world_size=2)
+def test_blocks_compiled_at_stage_3_are_not_compiled_anew_in_every_step() -> None:
+    """A block has as many graphs after the first step as ever, at most two: hooks stay outside of them."""
+    counts = graphs_over_steps(3, "blocks before sharding", num_steps=3)
+    assert 1 <= counts[0] <= 8 and len(set(counts)) == 1, counts
+
+
+@pytest.mark.slow
+@distributed(world_size=2, timeout=200)
+@grid(
+    stage=(1, 2, 3),
+    what=("blocks before sharding", "each block's forward", "the model"),
+    backend=("eager", "aot_eager"),
+)
+def test_compiled_blocks_and_models_equal_eager_ones(stage: int, what: str, backend: str) -> None:
+    """A block is compiled at most twice, and nothing after the second step."""
+    counts = graphs_over_steps(stage, what, backend=backend)
+    assert 1 <= counts[1] <= 8 and len(set(counts[1:])) == 1, counts
 
 
 @distributed(world_size=2)

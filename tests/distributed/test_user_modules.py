@@ -161,3 +161,17 @@ def test_interleaved_param_groups_come_back_to_their_own_parameters(tmp_path: Pa
         assert torch.equal(value, expected[name]), name
     first.close()
     second.close()
+
+
+@distributed(world_size=2)
+def test_a_channels_last_weight_is_stored_row_major_with_its_values() -> None:
+    for stage in (2, 3):
+        with subtest(f"stage {stage}"):
+            torch.manual_seed(5)
+            model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+            before = model[0].weight.detach().clone(memory_format=torch.contiguous_format)
+            assert not model[0].weight.is_contiguous()
+            engine = zs.ZeroEngine(model, {"zero_optimization": {"stage": stage}})
+            with engine.unsharded_params():
+                assert model[0].weight.is_contiguous() and torch.equal(model[0].weight, before)
+            engine.close()
