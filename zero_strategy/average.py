@@ -99,9 +99,9 @@ class AverageShards:
         use = MemoryUse()
         for bucket, average in self.shards.items():
             used_numel = sum(piece.numel for piece in bucket.slices)
-            use.averages += average.numel() * average.element_size()
+            use.averages += average.nbytes
             use.padding += (average.numel() - used_numel) * average.element_size()
-        use.averages += sum(shard.numel() * shard.element_size() for shard in self._rounded.values())
+        use.averages += sum(shard.nbytes for shard in self._rounded.values())
         return use
 
 

@@ -336,11 +336,11 @@ class Bucket:
         whole_bytes = self.flat.untyped_storage().nbytes()
         kept = self.param_shard if self.policy.shard_params else self.flat
         if self._room is not None:
-            wide_bytes = _nbytes(self._room) if self._room is not self.flat else 0
+            wide_bytes = self._room.nbytes if self._room is not self.flat else 0
             return MemoryUse(unsharded=whole_bytes + wide_bytes)
         if not kept.untyped_storage().nbytes():
             return MemoryUse()  # no parameter has moved in
-        use = MemoryUse(params=_nbytes(kept))
+        use = MemoryUse(params=kept.nbytes)
         if self.policy.shard_params:
             use.unsharded = whole_bytes
         held_numel = self.owned_numel if self.policy.shard_params else self.layout.padded_numel
@@ -386,10 +386,6 @@ def publish_all(buckets: Sequence[Bucket]) -> None:
     for handle in [bucket.start_publish() for bucket in buckets]:
         if handle is not None:
             handle.wait()
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _resized(fqn: str, found: torch.Size, wanted: torch.Size) -> ShardingError:

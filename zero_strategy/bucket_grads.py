@@ -197,7 +197,7 @@ class BucketGrads:
     def _begin(self, dtype: torch.dtype) -> Tensor:
         """Allocate the whole buffer."""
         shard = self.shard
-        if shard is not None and shard.untyped_storage().nbytes() > shard.numel() * shard.element_size():
+        if shard is not None and shard.untyped_storage().nbytes() > shard.nbytes:
             # A second reduction before the step: the mean of the first moves out of its whole buffer.
             self.shard = shard.clone()
         self.full = empty_flat(self._layout.padded_numel, dtype, self._device)

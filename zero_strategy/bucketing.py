@@ -282,7 +282,7 @@ def _check_parameters(model: nn.Module) -> ConfigError | None:
                 fix="Shard the model before it is distributed or quantised by another library.",
             )
         start = int(param.storage_offset()) * param.element_size()
-        spans.append((storage_id(param), start, start + param.numel() * param.element_size(), fqn))
+        spans.append((storage_id(param), start, start + param.nbytes, fqn))
     spans.sort()
     for (storage, _, end, first), (other, start, _, second) in pairwise(spans):
         if storage == other and start < end:

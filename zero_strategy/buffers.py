@@ -40,7 +40,7 @@ def free_storage(flat: Tensor) -> None:
 
 def restore_storage(flat: Tensor) -> None:
     """Allocate the memory of a freed tensor again, uninitialised."""
-    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+    flat.untyped_storage().resize_(flat.nbytes)
 
 
 class Cuts:

@@ -47,7 +47,7 @@ class BufferBroadcaster:
         if buffers:
             flat = torch.cat([as_bytes(buffer.reshape(-1)) for buffer in buffers])
             self._collectives.broadcast(flat)
-            parts = flat.split([buffer.numel() * buffer.element_size() for buffer in buffers])
+            parts = flat.split([buffer.nbytes for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view(buffer.dtype).view_as(buffer))
         self._are_due = False

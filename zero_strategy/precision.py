@@ -87,7 +87,7 @@ class MasterShard:
             return MemoryUse()
         used_numel = sum(piece.numel for piece in self._bucket.slices)
         padding = (self.weights.numel() - used_numel) * self.weights.element_size()
-        return MemoryUse(master=self.weights.numel() * self.weights.element_size(), padding=padding)
+        return MemoryUse(master=self.weights.nbytes, padding=padding)
 
 
 class Masters:
@@ -145,5 +145,5 @@ class Masters:
         use = MemoryUse()
         for shard in self._shards.values():
             use.add(shard.memory())
-        use.master += sum(values.numel() * values.element_size() for values in self._unrounded.values())
+        use.master += sum(values.nbytes for values in self._unrounded.values())
         return use

@@ -1,4 +1,4 @@
-"""Below stage 3 a step returns while weights are under way, and nobody sees any but the new ones.
+"""A step returns while weights that stay whole are under way, and nobody sees any but the new ones.
 
 Oracle: the same training with `overlap_comm: false`, whose step waits; tolerance 0. That a weight was under
 way when it was read is asserted too (its class says so), and holds whatever the machine does: it stays so
@@ -198,7 +198,8 @@ def test_questions_that_have_to_do_with_no_values_do_not_wait() -> None:
         assert (
             param.requires_grad and param.grad is None and param.is_leaf and isinstance(param, nn.Parameter)
         )
-        assert param.shape == param.size() and param.numel() and param.dtype == torch.float32
+        assert param.shape == param.size() and param.dtype == torch.float32
+        assert param.nbytes == 4 * param.numel() > 0
     training.model.zero_grad()
     assert len(set(training.model.parameters())) == len(training.late()) == 8
     training.engine.wait_for_weights()

@@ -185,7 +185,7 @@ class Collectives:
         group = self._topology.gather_group
         if group is None:
             return
-        self._ledger.record("control", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
+        self._ledger.record("control", tensor.nbytes if self.rank == 0 else 0)
         with self._waiting(self._begin("gather", "A broadcast from rank 0")):
             dist.broadcast(ordered.as_bytes(tensor), src=0, group=group)
 
@@ -263,7 +263,7 @@ class Collectives:
         if group is None:
             return values.unsqueeze(0)
         rows = torch.empty(self.world_size, values.numel(), dtype=values.dtype, device="cpu")
-        self._ledger.record("all_reduce", (self.world_size - 1) * values.numel() * values.element_size())
+        self._ledger.record("all_reduce", (self.world_size - 1) * values.nbytes)
         with self._waiting(self._begin("control", "The sum of a norm over all ranks")):
             dist.all_gather(list(rows.unbind()), values, group=group)
         return rows

@@ -45,7 +45,7 @@ class ReceiveBuffer:
         Shapes:
             full [padded_numel] -> [padded_numel], same dtype, uninitialised
         """
-        needed_bytes = full.numel() * full.element_size()
+        needed_bytes = full.nbytes
         raw, self._kept = self._kept, None
         if raw is not None and (raw.numel() < needed_bytes or raw.device != full.device):
             self.held_bytes -= raw.numel()

@@ -174,7 +174,7 @@ class Publisher:
 
 
 def _may_be_late(bucket: Bucket) -> bool:
-    """Tell whether a bucket's parameters can be waited for at use: those of stage 3 have another rhythm."""
+    """Tell whether a bucket's parameters can be waited for at use: sharded ones have another rhythm."""
     return bucket.policy.shard_optim and not bucket.policy.shard_params
 
 

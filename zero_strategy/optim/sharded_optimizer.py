@@ -303,7 +303,7 @@ class ShardedOptimizer(Optimizer):
         # By the state alone: within a step the param groups hold slices.
         for value in (value for state in self.state.values() for value in state.values()):
             if isinstance(value, Tensor):
-                nbytes = value.numel() * value.element_size()
+                nbytes = value.nbytes
                 if value.dim():
                     use.optimizer += nbytes
                 else:
