@@ -96,7 +96,6 @@ class ZeroEngine(EngineState):
         """
         where = shard_device(model, device)
         topology = Topology(where)
-        self._topology = topology
         self.model = model
         self.ledger = Ledger()
         self._collectives = Collectives(topology, self.ledger)
@@ -371,7 +370,7 @@ class ZeroEngine(EngineState):
         try:
             self._publisher.close()
         finally:
-            self._topology.close()
+            self._collectives.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ShardingError(

@@ -37,8 +37,7 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self._topology = Topology(torch.device("cpu"))
-        self.collectives = Collectives(self._topology, Ledger())
+        self.collectives = Collectives(Topology(torch.device("cpu")), Ledger())
         self.rank = self.collectives.rank
         self.world_size = self.collectives.world_size
 
@@ -52,7 +51,7 @@ class Ranks:
 
     def close(self) -> None:
         """Give the groups back."""
-        self._topology.close()
+        self.collectives.close()
 
 
 def launch(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:

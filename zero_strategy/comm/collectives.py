@@ -103,6 +103,10 @@ class Collectives:
         self._watch.check()
         return self._watch.waits.begin(channel, what)
 
+    def close(self) -> None:
+        """Give the process groups back. Not collective; safe to call twice."""
+        self._topology.close()
+
     # -- flat buffers --
 
     def all_gather(self, flat: Tensor, name: str, *, part: range | None = None) -> Handle:
