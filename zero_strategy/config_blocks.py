@@ -124,8 +124,8 @@ class ZeroOptimization(Block):
     it is smaller, because it bounds what a bucket in flight holds unsharded, and because glibc keeps no block
     above 32 MiB: each would be cleared page by page in every step. A wire of high latency wants more."""
     overlap_comm: StrictBool = True
-    """Reductions run while backward goes on, and the gathers after a step (of what stays whole) while the next
-    forward does; false: each is waited for at once. The numbers are the same."""
+    """Reductions run while backward goes on, and the gathers after a step (of what stays whole) while the
+    next forward does; false: each is waited for at once. The numbers are the same."""
     allgather_bucket_size: Count = 500_000_000
     """Elements all-gathered at a time after a step; a larger bucket travels in parts. Default as in
     DeepSpeed."""

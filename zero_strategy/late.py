@@ -2,8 +2,8 @@
 
 [Note: Late parameters]
 A step returns while the gathers that make whole parameters agree are under way: of all parameters at stages 1
-and 2, at stage 3 of those that stay whole. Until the values of a parameter are here its class is a subclass of
-its own class: whatever is done with it waits for them, gives it its class back, and is then done with the
+and 2, at stage 3 of those that stay whole. Until the values of a parameter are here its class is a subclass
+of its own class: whatever is done with it waits for them, gives it its class back, and is then done with the
 parameter as it always was. So no reader sees old values, whether it is the module that owns the parameter,
 another one, or the user. Its data is a placeholder as that of a freed parameter is (placeholder.py): C++ code
 that takes a tensor without asking its class reads NaN, not the values of the step before. For such code in a
@@ -24,10 +24,10 @@ from zero_strategy.compat import attribute_of, without_torch_function
 
 # What is asked between a step and the next forward and has to do with no values.
 _ANSWERED = frozenset([
-    "shape", "size", "dim", "ndim", "numel", "nelement", "dtype", "device", "layout", "element_size", "nbytes",
-    "requires_grad", "requires_grad_", "grad", "grad_fn", "is_leaf", "is_meta", "is_sparse", "is_cuda",
-    "is_floating_point", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "__hash__", "__len__",
-    "register_hook", "register_post_accumulate_grad_hook",
+    "shape", "size", "dim", "ndim", "numel", "nelement", "dtype", "device", "layout", "element_size",
+    "nbytes", "requires_grad", "requires_grad_", "grad", "grad_fn", "is_leaf", "is_meta", "is_sparse",
+    "is_cuda", "is_floating_point", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
+    "__hash__", "__len__", "register_hook", "register_post_accumulate_grad_hook",
 ])  # fmt: skip
 
 
