@@ -16,17 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_strategy import root_methods
 from zero_strategy.comm.links import Links
 from zero_strategy.comm.topology import watch_ranks
 from zero_strategy.comm.watch import Watch
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError
+from zero_strategy.front_ends import engines
+from zero_strategy.front_ends.engines import find_engine, move_rest
+from zero_strategy.front_ends.settings import load_config
 from zero_strategy.lightning.checkpoint_files import check_type
 from zero_strategy.lightning.endings import refuse_port, reporting
 from zero_strategy.lightning.other_strategies import refuse_others_keywords
-from zero_strategy.lightning.settings import load_config, note_uncast_batches, shards_alike
+from zero_strategy.lightning.settings import note_uncast_batches
 from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.materialize import InitFn
 
@@ -35,6 +37,9 @@ _Base: Any = object
 
 # A Trainer's package and the Fabric it is built on.
 FABRIC_OF = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+# What precisions make of parameters; the others leave them alone.
+_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 # Keywords of every DDPStrategy that mean the same here; the others are settings of DDP's own wrapper.
 DDP_KEYWORDS = (
@@ -144,10 +149,7 @@ class ZeroStrategyBase(_Base):  # type: ignore[misc]
         fabric = FABRIC_OF.get(self.namespace, self.namespace)
         mixin = importlib.import_module(f"{fabric}.utilities.device_dtype_mixin")
         mixin._update_properties(module, device=self.root_device)
-        for name, child in module.named_modules():
-            # Parameters, and what is on meta with a module that owns some, are the engine's to move.
-            if next(child.parameters(), None) is None and not any(b.is_meta for b in child.buffers()):
-                _move(name, child, self.root_device)
+        move_rest(module, self.root_device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The class has no importable name, and `spawn` launches (stages 1 and 2) pickle the strategy.
@@ -171,24 +173,6 @@ def derive(hooks: type, namespace: str, name: str) -> Any:
     return type(name, (hooks, base), names)
 
 
-def _move(name: str, module: nn.Module, device: torch.device) -> None:
-    try:
-        module.to(device)
-    except NotImplementedError as error:  # a metric made on meta: its state is no buffer
-        raise ConfigError(
-            what=f"{name!r} ({type(module).__name__}) keeps a tensor on the meta device that is neither "
-            "parameter nor buffer.",
-            why="A meta tensor has no values, and nobody would fill this one.",
-            fix="Make it outside of init_module(empty_init=True) or `with torch.device('meta')`.",
-        ) from error
-
-
-def find_engine(module: nn.Module) -> ZeroEngine | None:
-    """Return the engine that shards a module, whichever strategy or script built it, or None."""
-    engine = root_methods.owner_of(module)
-    return engine if isinstance(engine, ZeroEngine) else None
-
-
 def reusable_engine(module: nn.Module, config: ZeroConfig, precision: str) -> ZeroEngine | None:
     """Return the engine a former run left on a module if it does what this one asks for.
 
@@ -207,34 +191,8 @@ def reusable_engine(module: nn.Module, config: ZeroConfig, precision: str) -> Ze
     if engine is None:
         note_uncast_batches(module, precision)
         return None
-    if not engine.holds(module.parameters()):
-        engine.close()  # `configure_model` has built the module anew
-        return None
-    if shards_alike(engine.config, config) and not _would_convert(module, precision):
-        engine.wake()
-        engine.module_buffers.broadcast_all()
-        return engine
-    _give_up(engine, config, precision)
-    return None
-
-
-def _give_up(engine: ZeroEngine, config: ZeroConfig, precision: str) -> None:
-    """Take an engine off a module that this run wants sharded otherwise, if that leaves it whole."""
-    if not engine.config.shards_params:
-        engine.close()
-        return
-    raise ConfigError(
-        what=f"This {type(engine.model).__name__} is sharded at stage 3 by a former run, with other settings "
-        f"than this one's (stage={config.stage}, precision={precision!r}).",
-        why="Another engine needs it whole on every rank first, which stage 3 promises never to do.",
-        fix="Run with the settings of the former run, or save a checkpoint and load it into a new module.",
-    )
-
-
-def _would_convert(module: nn.Module, precision: str) -> bool:
-    """Whether the precision plugin would change the dtype of a parameter, which must not be sharded then."""
-    dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}.get(precision)
-    return dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters())
+    asked = f"stage={config.stage}, precision={precision!r}"
+    return engines.reusable_engine(engine, config, dtype=_DTYPES.get(precision), asked=asked)
 
 
 def _empty_strategy(namespace: str) -> Any:

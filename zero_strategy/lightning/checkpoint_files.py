@@ -197,14 +197,6 @@ def own(value: T) -> T:
     return copy.deepcopy(value)
 
 
-# -- masters --
-
-
-def has_16_bit_weights(engine: ZeroEngine) -> bool:
-    """Whether the engine keeps masters, which are more precise than its weights."""
-    return any(param.is_floating_point() and param.element_size() < 4 for param in engine.model.parameters())
-
-
 # -- helpers --
 
 

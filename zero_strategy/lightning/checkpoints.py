@@ -25,8 +25,9 @@ from zero_strategy.checkpoint.opened import OpenCheckpoint
 from zero_strategy.comm.together import agreed
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError
+from zero_strategy.front_ends.engines import has_16_bit_weights
 from zero_strategy.lightning import checkpoint_files, rng
-from zero_strategy.lightning.checkpoint_files import MASTERS_KEY, has_16_bit_weights
+from zero_strategy.lightning.checkpoint_files import MASTERS_KEY
 from zero_strategy.lightning.finetuning import restore_param_groups
 from zero_strategy.lightning.stock_callbacks import trained_weights_key
 from zero_strategy.log import log_event

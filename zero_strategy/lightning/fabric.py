@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError, ShardingError
-from zero_strategy.lightning.base import ZeroStrategyBase, find_engine, reusable_engine
+from zero_strategy.front_ends.engines import engine_for, find_engine
+from zero_strategy.lightning.base import ZeroStrategyBase, reusable_engine
 from zero_strategy.lightning.fabric_checkpoints import FabricCheckpointHooks
 from zero_strategy.lightning.forward_module import ForwardModule, engine_behind, lend_zero_grad
 from zero_strategy.lightning.precision import to_zero_plugin
@@ -112,10 +113,8 @@ class FabricHooks(FabricCheckpointHooks, ZeroStrategyBase):
                 why="An optimizer is sharded as its module's parameters are.",
                 fix="Call fabric.setup_module(model) first, or fabric.setup(model, optimizer).",
             )
-        wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        num_held = [sum(id(param) in wanted for param in engine.model.parameters()) for engine in engines]
         # Where parameters are foreign, this engine says so on all ranks.
-        return engines[num_held.index(max(num_held))].shard_optimizer(optimizer)
+        return (engine_for(optimizer, engines) or engines[0]).shard_optimizer(optimizer)
 
     def _set_up(self, module: nn.Module) -> ZeroEngine:
         """Give a module an engine, or find the one it has."""

@@ -19,8 +19,9 @@ from zero_strategy.checkpoint.full_weights import MorePreciseWeights
 from zero_strategy.comm.together import agreed
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError
+from zero_strategy.front_ends.engines import has_16_bit_weights
 from zero_strategy.lightning import checkpoint_files
-from zero_strategy.lightning.checkpoint_files import MASTERS_KEY, has_16_bit_weights, own
+from zero_strategy.lightning.checkpoint_files import MASTERS_KEY, own
 from zero_strategy.lightning.forward_module import engine_behind
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 

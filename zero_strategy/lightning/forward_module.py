@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.lightning.base import find_engine
+from zero_strategy.front_ends.engines import find_engine
 
 
 class ForwardModule(nn.Module):

@@ -17,8 +17,8 @@ import importlib
 from typing import Any
 
 from zero_strategy.errors import ConfigError
+from zero_strategy.front_ends.grad_scaler import to_zero_scaler
 from zero_strategy.lightning.base import FABRIC_OF
-from zero_strategy.lightning.grad_scaler import to_zero_scaler
 from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 

@@ -7,42 +7,15 @@ ignored, and "auto" takes their value. Must not know the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from zero_strategy.config import ZeroConfig
-from zero_strategy.config_source import BATCH_KEYS
 from zero_strategy.errors import ConfigError
+from zero_strategy.front_ends.settings import sizes_of
 from zero_strategy.log import log_once
-
-# "auto" is legal for these because other front ends derive them, sizes from a transformers model's hidden
-# size; a Trainer and Fabric know none.
-UNDERIVED = (
-    "reduce_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_gather_16bit_weights_on_model_save",
-)
-
-
-def load_config(stage: int | None, source: Any, keywords: Mapping[str, Any]) -> ZeroConfig:
-    """Read what a strategy was constructed with.
-
-    Args:
-        stage: Beats the source; None takes the source's stage, or 3.
-        source: A path, a dict, a `ZeroConfig` or None.
-        keywords: Settings that beat the source.
-
-    Returns:
-        The config, not resolved: "auto" waits for the Trainer.
-    """
-    config = ZeroConfig.load(source, stage=stage, **keywords)
-    if config.is_given("zero_optimization.stage"):
-        return config
-    return ZeroConfig.load(config, stage=3)
 
 
 def resolve_for_trainer(config: ZeroConfig, trainer: Any, precision: str, world_size: int) -> ZeroConfig:
@@ -71,7 +44,7 @@ def resolve_for_trainer(config: ZeroConfig, trainer: Any, precision: str, world_
             "gradient_clipping": float(trainer.gradient_clip_val or 0.0),
             "bf16.enabled": precision == "bf16-true",
             "fp16.enabled": precision == "16-true",
-            **_defaults(config),
+            **sizes_of(config, {}, "Lightning"),
         },
     )
     _check_precision(resolved, precision)
@@ -98,7 +71,7 @@ def resolve_for_fabric(config: ZeroConfig, precision: str, world_size: int) -> Z
     auto = {
         "bf16.enabled": precision == "bf16-true",
         "fp16.enabled": precision == "16-true",
-        **_defaults(config),
+        **sizes_of(config, {}, "Lightning"),
     }
     resolved = config.resolve(world_size, auto=auto)
     _check_precision(resolved, precision)
@@ -155,20 +128,6 @@ def note_uncast_batches(module: nn.Module, precision: str) -> None:
             f"precision={precision!r}, so batches stay as they are: the module casts them, or pass "
             f"precision={meant!r}, which does."
         )
-
-
-def shards_alike(first: ZeroConfig, second: ZeroConfig) -> bool:
-    """Whether an engine built with one config does what the other asks for.
-
-    Args:
-        first: A config.
-        second: Another one.
-
-    Returns:
-        True if they differ in batch numbers at most, which an engine does not use.
-    """
-    ours, theirs = ({k: v for k, v in c.to_dict().items() if k not in BATCH_KEYS} for c in (first, second))
-    return ours == theirs
 
 
 def _check_precision(config: ZeroConfig, precision: str) -> None:
@@ -231,12 +190,3 @@ def _loader_batch_size(trainer: Any) -> int:
 def _batch_size_of(loader: Any) -> int | None:
     size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return size if isinstance(size, int) else None
-
-
-def _defaults(config: ZeroConfig) -> dict[str, object]:
-    """Return the defaults of what only other front ends derive, and say so where the config asks for it."""
-    defaults = {f"zero_optimization.{name}": getattr(config.zero_optimization, name) for name in UNDERIVED}
-    for key, default in defaults.items():
-        if key in config.auto_keys:
-            log_once(f'{key} is "auto": Lightning derives no value, so the default counts: {default}.')
-    return defaults

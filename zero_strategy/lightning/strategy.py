@@ -22,7 +22,8 @@ from typing import Any
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ShardingError
-from zero_strategy.lightning.base import ZeroStrategyBase, find_engine, reusable_engine
+from zero_strategy.front_ends.engines import find_engine
+from zero_strategy.lightning.base import ZeroStrategyBase, reusable_engine
 from zero_strategy.lightning.batches import require_as_many_batches
 from zero_strategy.lightning.checkpoints import CheckpointHooks
 from zero_strategy.lightning.endings import SignalStops

@@ -1,8 +1,8 @@
-"""torch's `GradScaler`, made to work on shards: what `16-mixed` scales its losses with.
+"""torch's `GradScaler`, made to work on shards: what scales losses of fp32 parameters under fp16 autocast.
 
 A stock scaler looks at the `.grad` of whole parameters, and each rank judges its own. Here it asks the
 sharded optimizer, whose answer is the same on all ranks. Everything else (settings, growth, skipping, state)
-is the scaler's own. Called by `precision`; it must not know plugins.
+is the scaler's own. Called by the front ends; it must not know a framework.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
@@ -28,6 +29,12 @@ def to_zero_scaler(scaler: Any) -> Any:
     zero_scaler = _new_scaler(type(scaler))
     zero_scaler.__dict__ = scaler.__dict__
     return zero_scaler
+
+
+def unscale_once(scaler: Any, optimizer: Any) -> None:
+    """Unscale an optimizer's gradients unless that has been done since the last update of the scale."""
+    if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        scaler.unscale_(optimizer)
 
 
 class _ShardUnscaling:

@@ -1,0 +1,1 @@
+"""What front ends do alike, whatever framework they stand behind; no framework is imported here."""
