@@ -133,22 +133,20 @@ class ZeroConfig(Block):
         Raises:
             ConfigError: With every fault at once: unknown, refused, mistyped or contradicting settings.
         """
-        if source is None:
-            settings: Settings = {}
-        elif isinstance(source, ZeroConfig):
-            settings = dict(source._resolution.settings)
-        elif isinstance(source, Mapping):
-            settings = flatten(source, "config dict")
-        elif isinstance(source, (str, os.PathLike)):
-            settings = read_file(source)
-        else:
-            raise ConfigError(
-                what=f"A config cannot be read from a {type(source).__name__}.",
-                why="A config is the path of a ds_config.json, a dict, another ZeroConfig, or keywords.",
-                fix='Pass "ds_config.json" or {"zero_optimization": {"stage": 2}}, for example.',
-            )
+        settings = settings_of(source)
         config = cls.__new__(cls)
         config._build(settings | read_keywords(keywords, KNOWN_KEYS))
+        return config
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> ZeroConfig:
+        """Build a config from settings with their origins, for front ends that have taken some out.
+
+        Raises:
+            ConfigError: With every fault at once.
+        """
+        config = cls.__new__(cls)
+        config._build(dict(settings))
         return config
 
     def resolve(self, world_size: int, auto: Mapping[str, object] | None = None) -> ZeroConfig:
@@ -295,6 +293,27 @@ class ZeroConfig(Block):
     def _values(self) -> dict[str, object]:
         dump = flatten(self.model_dump(mode="json"), "")
         return {dotted: setting.value for dotted, setting in dump.items()}
+
+
+def settings_of(source: Any) -> Settings:
+    """Return what a source says, with where it stands: see `ZeroConfig.load`.
+
+    Raises:
+        ConfigError: It is nothing that a config can be read from, or a file that cannot be read.
+    """
+    if source is None:
+        return {}
+    if isinstance(source, ZeroConfig):
+        return dict(source._resolution.settings)
+    if isinstance(source, Mapping):
+        return flatten(source, "config dict")
+    if isinstance(source, (str, os.PathLike)):
+        return read_file(source)
+    raise ConfigError(
+        what=f"A config cannot be read from a {type(source).__name__}.",
+        why="A config is the path of a ds_config.json, a dict, another ZeroConfig, or keywords.",
+        fix='Pass "ds_config.json" or {"zero_optimization": {"stage": 2}}, for example.',
+    )
 
 
 # -- helpers --

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from zero_strategy import root_methods
 from zero_strategy.average import Averages
-from zero_strategy.bucket import FREED_VERSION
 from zero_strategy.bucket_set import BucketSet
 from zero_strategy.bucketing import check_model, describe_model
 from zero_strategy.comm.collectives import Collectives
@@ -30,7 +29,7 @@ from zero_strategy.engine_checks import (
     check_not_sharded,
     check_not_wrapped,
     loss_of_other_weights,
-    needs_sharded_weight,
+    run_backward,
     step_at_rest,
 )
 from zero_strategy.engine_state import EngineState
@@ -47,6 +46,7 @@ from zero_strategy.optim.ownership import Ownership
 from zero_strategy.optim.places import check_params
 from zero_strategy.optim.publish import Publisher
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer, StepSettings
+from zero_strategy.optim.step_gradients import GradPart, StepGradients, Wanted
 from zero_strategy.passes import BackwardPass, ForwardPass
 from zero_strategy.precision import Masters
 from zero_strategy.reducer import GradReducer
@@ -237,18 +237,17 @@ class ZeroEngine(EngineState):
         if self.wake():
             raise loss_of_other_weights()
         before = self._backward.num_ended
-        try:
-            self.loss_scaler.scale_loss(loss).backward(**kwargs)
-        except RuntimeError as error:
-            if str(FREED_VERSION) not in str(error):
-                raise
-            raise needs_sharded_weight() from error
+        run_backward(self.loss_scaler.scale_loss(loss), **kwargs)
         if self._backward.num_ended == before:
             self._backward.end_unseen()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards accumulate and do not end the accumulation window."""
-        return self._reducer.no_sync()
+        return self._reducer.syncing(False)
+
+    def sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backwards end the accumulation window, also inside `no_sync`."""
+        return self._reducer.syncing(True)
 
     def forward_scope(self) -> AbstractContextManager[None]:
         """Return a context that counts as a forward of the root, for methods that are not `forward`."""
@@ -314,6 +313,28 @@ class ZeroEngine(EngineState):
         if self.is_resting and any(bucket.find_unbound() is not None for bucket in self.buckets):
             return False  # whoever has trained it meanwhile has moved it
         return {id(p) for p in params} == {id(p) for bucket in self.buckets for p in bucket.params}
+
+    def grad_parts(self, params: Iterable[nn.Parameter]) -> tuple[list[GradPart], list[nn.Parameter]]:
+        """Return the reduced gradients of some parameters, optimizer by optimizer. See `clip_given`.
+
+        Returns:
+            The gradients, and those of the parameters that are not this engine's.
+        """
+        owned, others = self._ownership.split(params)
+        parts = []
+        for optimizer, wanted in owned:
+            grads = None if optimizer is None else optimizer.gradients
+            parts.append(GradPart(grads or self._without_optimizer(wanted), wanted))
+        return parts, others
+
+    def _without_optimizer(self, wanted: Wanted) -> StepGradients:
+        return StepGradients(
+            lambda: iter(wanted.items()),
+            self._collectives,
+            self.loss_scaler,
+            is_syncing=lambda: self._reducer.is_syncing,
+            checks_overflow=False,
+        )
 
     @property
     def is_resting(self) -> bool:

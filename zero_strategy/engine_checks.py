@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy import root_methods
+from zero_strategy.bucket import FREED_VERSION
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.config import ZeroConfig
 from zero_strategy.errors import ConfigError, ShardingError
@@ -68,8 +69,21 @@ def check_not_sharded(model: nn.Module) -> ConfigError | None:
 # -- what is found out later --
 
 
-def needs_sharded_weight() -> ShardingError:
-    """Return what a backward raises that needs a weight which nothing has made whole."""
+def run_backward(loss: Tensor, **kwargs: Any) -> None:
+    """Call `loss.backward()`, with errors explained.
+
+    Raises:
+        ShardingError: A weight was needed that is sharded at that moment.
+    """
+    try:
+        loss.backward(**kwargs)
+    except RuntimeError as error:
+        if str(FREED_VERSION) not in str(error):
+            raise
+        raise _needs_sharded_weight() from error
+
+
+def _needs_sharded_weight() -> ShardingError:
     return ShardingError(
         what="The backward needs a weight that is sharded at this moment.",
         why="At stage 3 a unit is whole again for its backward when a gradient reaches what its modules have "

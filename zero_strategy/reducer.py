@@ -159,9 +159,9 @@ class GradReducer:
         self._forget_backward()
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate: backwards in here end no accumulation window."""
-        before, self.is_syncing = self.is_syncing, False
+    def syncing(self, is_syncing: bool) -> Iterator[None]:
+        """Say whether backwards in here end an accumulation window; the innermost such block counts."""
+        before, self.is_syncing = self.is_syncing, is_syncing
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +19,18 @@ from zero_strategy.errors import ConfigError, ShardingError
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_, so that the coefficient is the same
 
 
-def global_norm(slices: Iterable[Tensor], norm_type: float, collectives: Collectives) -> Tensor:
+class Scaled(NamedTuple):
+    """Gradients of this rank, and what they are yet to be multiplied by."""
+
+    slices: Iterable[Tensor]
+    factor: float  # above 0
+
+
+def global_norm(parts: Iterable[Scaled], norm_type: float, collectives: Collectives) -> Tensor:
     """Return the norm over all ranks' slices, each element counted once. Collective.
 
     Args:
-        slices: This rank's gradients; no two ranks hold the same element.
+        parts: This rank's gradients; no two ranks hold the same element.
         norm_type: The p of the p-norm, above 0; `inf` for the largest absolute value.
         collectives: For the sum over ranks.
 
@@ -38,7 +46,11 @@ def global_norm(slices: Iterable[Tensor], norm_type: float, collectives: Collect
             why="Only p-norms with p > 0 add up over the slices of a parameter.",
             fix="Pass norm_type=2.0 (the default), 1.0, or math.inf.",
         )
-    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in slices]
+    norms = [
+        torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) * part.factor
+        for part in parts
+        for grad in part.slices
+    ]
     own = torch.stack(norms).cpu() if norms else torch.zeros(1, dtype=torch.float64, device="cpu")
     if math.isinf(norm_type):
         total = collectives.stack(own.max().reshape(1)).max()

@@ -8,7 +8,7 @@ optimizer holds is told once. Must not know how an optimizer steps.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zero_strategy.bucket import Bucket
 from zero_strategy.comm.ledger import MemoryUse
 from zero_strategy.errors import ConfigError
 from zero_strategy.log import log_event
@@ -97,6 +98,26 @@ class Ownership:
         """Return the optimizer that holds a parameter."""
         holds = (o for o in self.optimizers if any(param is held for held in o.params()))
         return next(holds, None)
+
+    def split(
+        self, params: Iterable[nn.Parameter]
+    ) -> tuple[list[tuple[ShardedOptimizer | None, dict[Bucket, set[int]]]], list[nn.Parameter]]:
+        """Sort parameters by their optimizers.
+
+        Returns:
+            Each optimizer, None for no optimizer, with its parameters as indices by bucket; and the
+            parameters that are not the engine's.
+        """
+        owners = {id(param): optimizer for optimizer in self.optimizers for param in optimizer.params()}
+        found: dict[ShardedOptimizer | None, dict[Bucket, set[int]]] = {}
+        others = []
+        for param in params:
+            if id(param) not in self._ids:
+                others.append(param)
+                continue
+            bucket, index = self._places[param]
+            found.setdefault(owners.get(id(param)), {}).setdefault(bucket, set()).add(index)
+        return list(found.items()), others
 
     def is_claimed(self, param: nn.Parameter) -> bool:
         """Tell whether an optimizer holds a parameter."""

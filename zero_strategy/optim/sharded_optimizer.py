@@ -273,6 +273,11 @@ class ShardedOptimizer(Optimizer):
         return self._run.grads.clip_coefficient
 
     @property
+    def gradients(self) -> StepGradients:
+        """The reduced gradients, on their way into the next step."""
+        return self._run.grads
+
+    @property
     def step_was_skipped(self) -> bool:
         """Whether the last `step()` was not applied because of an overflow; then a scheduler should wait."""
         return self._run.step_was_skipped
