@@ -65,8 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 after a mistake that was explained on stderr.
     """
-    parsed = _build_parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        if given[:1] == ["launch"]:  # its arguments are Accelerate's, and parsed there
+            return _launch(given[1:])
+        parsed = _build_parser().parse_args(given)
         return int(parsed.run(parsed))  # each command sets its own `run`, which returns the exit code
     except ZeroError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -143,18 +146,30 @@ def _explain(parsed: argparse.Namespace) -> int:
     return EXIT_OK if explanation.loads else EXIT_ERROR
 
 
+def _launch(arguments: list[str]) -> int:
+    from zero_strategy.accelerate.launch import launch
+
+    return launch(arguments)
+
+
 # -- arguments --
 
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zero-strategy",
-        description="Work with checkpoints and configs of zero_strategy, offline and without a GPU.",
+        description="Work with checkpoints and configs of zero_strategy, offline and without a GPU; start "
+        "scripts.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_consolidate(commands)
     _add_inspect(commands)
     _add_explain(commands)
+    commands.add_parser(
+        "launch",
+        help="start a script that uses Accelerate, sharded; takes the arguments and yaml files of "
+        "`accelerate launch`, those for DeepSpeed too",
+    )
     return parser
 
 

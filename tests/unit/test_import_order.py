@@ -36,7 +36,8 @@ ORDER = [
     "checkpoint.full_weights", "checkpoint.parts", "checkpoint.averages",
     "checkpoint.stored_weights", "checkpoint.fits", "checkpoint.opened", "checkpoint.save",
     "checkpoint.export", "checkpoint.consolidate", "checkpoint.sixteen_bit",
-    "root_methods", "report", "engine_checks", "engine_state", "engine", "ema",
+    "root_methods", "report", "engine_checks", "engine_state", "engine", "clip_given", "ema",
+    "front_ends.settings", "front_ends.grad_scaler", "front_ends.engines",
     "lightning", "accelerate", "transformers",
     "cli", "run",
 ]  # fmt: skip
