@@ -246,3 +246,8 @@ def store_of_ranks(prefix: str) -> RankStore:
     """
     store: RankStore = c10d.PrefixStore(prefix, c10d._get_default_store().clone())  # type: ignore[attr-defined]
     return store
+
+
+def is_making_parameter() -> bool:
+    """Tell whether what called the caller of this function is the constructor of `nn.Parameter`."""
+    return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__
