@@ -45,7 +45,7 @@ class BufferBroadcaster:
         # The widest first: each begins at a multiple of its own element size then.
         buffers.sort(key=lambda buffer: buffer.element_size(), reverse=True)
         if buffers:
-            flat = torch.cat([as_bytes(buffer.reshape(-1)) for buffer in buffers])
+            flat = torch.cat([as_bytes(buffer.reshape(-1).contiguous()) for buffer in buffers])
             self._collectives.broadcast(flat)
             parts = flat.split([buffer.nbytes for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):

@@ -27,6 +27,7 @@ class Counting(nn.Module):
         self.register_buffer("rounded", torch.zeros(5, dtype=torch.bfloat16))
         self.register_buffer("exact", torch.zeros(2, dtype=torch.float64))
         self.register_buffer("nothing", torch.zeros(0))
+        self.register_buffer("strided", torch.zeros(3, 8)[:, ::2])  # a view, with gaps
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.linear(x + self.mean) * (1 + self.count + self.mask.sum() + self.exact.sum().float())
@@ -37,6 +38,7 @@ class Counting(nn.Module):
             self.count += len(x) + rank()
             self.rounded += 0.1 * (1 + rank())
             self.exact += 0.1 * (1 + rank())
+            self.strided += torch.arange(4) * (1 + rank())
         return out
 
 
