@@ -322,6 +322,10 @@ class Bucket:
         self._collectives.all_gather(whole, self.name).wait()
         return whole
 
+    def gather_shards_to_first(self, shard: Tensor) -> Tensor | None:
+        """As `gather_shards`, on rank 0; on the others None where that takes a gather. Collective."""
+        return self._collectives.gather_to_first(shard, self.name) if self.policy.shard_optim else shard
+
     def find_unbound(self) -> str | None:
         """Return the name of a parameter that is not where the bucket has put it; None if all are there."""
         index = self.state.find_unbound() if self.is_whole else None  # a placeholder cannot be elsewhere

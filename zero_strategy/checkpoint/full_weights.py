@@ -269,12 +269,15 @@ def scatter_shards(
                     shard[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
 
 
-def whole_flat(bucket: Bucket) -> Tensor:
-    """Return the parameters of a bucket, whole. Collective where they are sharded.
+def whole_on_first(bucket: Bucket) -> Tensor | None:
+    """Return the parameters of a bucket, whole, on rank 0. Collective where they are sharded.
 
-    Not the whole buffer of a sharded bucket, which may hold what a user has written for a look.
+    Not the whole buffer of a sharded bucket, which may hold what a user has written for a look. The other
+    ranks, who need no room for it, get None, or what they have whole anyway.
     """
-    return bucket.gather_shards(bucket.param_shard) if bucket.policy.shard_params else bucket.flat
+    if not bucket.policy.shard_params:
+        return bucket.flat
+    return bucket.gather_shards_to_first(bucket.param_shard)
 
 
 # -- helpers --
@@ -288,10 +291,12 @@ def _gather_bucket(
 ) -> dict[int, Tensor]:
     """Gather one bucket and let go of it before the next; return copies by the ids of its parameters."""
     values = None if values_of is None else values_of(bucket)
-    flat = whole_flat(bucket) if values is None else bucket.gather_shards(values)
+    flat = whole_on_first(bucket) if values is None else bucket.gather_shards_to_first(values)
+    if flat is None or not is_wanted:
+        return {}
     pairs = zip(bucket.params, bucket.views(flat), strict=True)
     kept = dtype or bucket.flat.dtype  # values of a wider dtype are rounded as parameters are
-    return {id(param): _to_host(view, kept) for param, view in pairs} if is_wanted else {}
+    return {id(param): _to_host(view, kept) for param, view in pairs}
 
 
 def _broadcast_states(states: dict[str, Any], collectives: Collectives) -> dict[str, Any]:

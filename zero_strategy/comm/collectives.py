@@ -134,6 +134,28 @@ class Collectives:
                 works = ordered.start_all_gather(flat, part, f"{name} {part.start}", group)
         return Handle(works, waiting=partial(self._waiting, ticket))
 
+    def gather_to_first(self, shard: Tensor, name: str) -> Tensor | None:
+        """Return the shards of all ranks as one flat buffer on rank 0, None elsewhere, and wait.
+
+        Args:
+            shard: This rank's.
+            name: The bucket's, for messages.
+
+        Shapes:
+            shard [shard_numel] -> [N * shard_numel]
+        """
+        whole = None
+        if self.rank == 0:
+            whole = torch.empty(self.world_size * shard.numel(), dtype=shard.dtype, device=shard.device)
+            whole[: shard.numel()].copy_(shard)
+        # No formula has this: it is for who wants whole weights, not for a step.
+        self._ledger.record("control", shard.numel() * shard.element_size() if self.rank else 0)
+        ticket = self._begin("gather", f"The gather of bucket {name!r} to rank 0")
+        with self._waiting(ticket):
+            works = ordered.start_gather(whole, shard, f"{name} to rank 0", self._topology.gather_group)
+        Handle(works, waiting=partial(self._waiting, ticket)).wait()
+        return whole
+
     def reduce_scatter_mean(
         self, full: Tensor, output: Tensor, name: str, *, divisor: float | None = None
     ) -> Handle:

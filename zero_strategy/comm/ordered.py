@@ -99,6 +99,34 @@ def start_all_gather(
     return _start_messages([own] * len(shards), shards, name, group)
 
 
+def start_gather(
+    whole: Tensor | None, own: Tensor, name: str, group: dist.ProcessGroup | None
+) -> list[dist.Work]:
+    """Start sending this rank's range to rank 0, or on rank 0 receiving those of all others.
+
+    torch's gather on gloo receives into a copy of the whole. See [Note: Messages have names].
+
+    Shapes:
+        own [shard_numel] -> whole [N * shard_numel] on rank 0, whose own range is left alone; else None
+    """
+    if group is None:
+        return []
+    shards = [] if whole is None else [as_bytes(shard) for shard in whole.chunk(group.size())]
+    if own.device.type != "cpu":  # gloo sends and receives host memory only, but gathers any
+        work = dist.gather(as_bytes(own), shards or None, group=group, group_dst=0, async_op=True)
+        return [] if work is None else [work]
+    tag = _tag_of(name)
+    if whole is None:
+        works = [dist.isend(as_bytes(own), group=group, group_dst=0, tag=tag)]
+    else:
+        works = [
+            dist.irecv(shard, group=group, group_src=peer, tag=tag)
+            for peer, shard in enumerate(shards)
+            if peer != 0
+        ]
+    return [work for work in works if work is not None]
+
+
 def start_exchange(
     full: Tensor, received: Tensor, name: str, group: dist.ProcessGroup | None
 ) -> list[dist.Work]:
@@ -120,13 +148,17 @@ def _start_messages(
     ours: Sequence[Tensor], theirs: Sequence[Tensor], name: str, group: dist.ProcessGroup
 ) -> list[dist.Work]:
     """Start sending every other rank one tensor of `ours` and receiving one of `theirs`, both by rank."""
-    tag = zlib.crc32(name.encode()) & 0x7FFFFFFF  # a tag is not negative
+    tag = _tag_of(name)
     works: list[dist.Work | None] = []
     for peer, (sent, received) in enumerate(zip(ours, theirs, strict=True)):
         if peer != group.rank():
             works.append(dist.irecv(received, group=group, group_src=peer, tag=tag))
             works.append(dist.isend(sent, group=group, group_dst=peer, tag=tag))
     return [work for work in works if work is not None]
+
+
+def _tag_of(name: str) -> int:
+    return zlib.crc32(name.encode()) & 0x7FFFFFFF  # a tag is not negative
 
 
 def mean_in_rank_order(full: Tensor, received: Tensor, output: Tensor, *, rank: int, divisor: float) -> None:

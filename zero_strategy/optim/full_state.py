@@ -246,9 +246,11 @@ def _gather_key(
     optimizer: SlicedOptimizer, bucket: Bucket, key: str, dtype: torch.dtype, *, is_wanted: bool
 ) -> dict[str, Tensor]:
     """Gather one state of a bucket and let go of it before the next; return copies on the host by FQN."""
-    whole = bucket.gather_shards(_shard_of_state(optimizer, bucket, key, dtype))
+    whole = bucket.gather_shards_to_first(_shard_of_state(optimizer, bucket, key, dtype))
+    if whole is None or not is_wanted:
+        return {}
     pairs = zip(bucket.layout.params, bucket.views(whole), strict=True)
-    return {spec.fqn: view.detach().to("cpu", copy=True) for spec, view in pairs} if is_wanted else {}
+    return {spec.fqn: view.detach().to("cpu", copy=True) for spec, view in pairs}
 
 
 def _shard_of_state(optimizer: SlicedOptimizer, bucket: Bucket, key: str, dtype: torch.dtype) -> Tensor:
