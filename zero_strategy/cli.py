@@ -38,9 +38,11 @@ examples:
   zero-strategy consolidate runs/step-1000 exported
   zero-strategy consolidate runs/step-1000 exported --dtype bf16 --hf-files my-tokenizer
   zero-strategy consolidate runs/step-1000 exported --strip-prefix model. --max-shard-size 2GB
+  zero-strategy consolidate runs/step-1000 exported --format torch
 
 Then, without zero_strategy:
   AutoModelForCausalLM.from_pretrained("exported")
+  model.load_state_dict(torch.load("exported/pytorch_model.bin", mmap=True))
 """
 _INSPECT_EXAMPLES = """
 examples:
@@ -94,6 +96,7 @@ def _consolidate(parsed: argparse.Namespace) -> int:
         strip_prefix=parsed.strip_prefix,
         hf_files=parsed.hf_files,
         force=parsed.force,
+        format=parsed.format,
     )
     report = consolidate(parsed.checkpoint, parsed.out, options)
     print(f"wrote {report.num_tensors} tensors, {report.num_bytes:,} bytes, to {report.out}")
@@ -102,9 +105,9 @@ def _consolidate(parsed: argparse.Namespace) -> int:
     if report.tied:
         print(f"tied, written once: {', '.join(f'{alias} = {name}' for alias, name in report.tied.items())}")
     if report.left_out:
-        print(f"left out, as outside the prefix: {', '.join(report.left_out)}")
+        print(f"left out, as outside the prefix or no tensor: {', '.join(report.left_out)}")
     if "config.json" not in report.files:
-        print("no config.json: the checkpoint is not of a Hugging Face model; --hf-files can supply one")
+        print("no config.json: these are not a Hugging Face model's own names; --hf-files can supply one")
     return EXIT_OK
 
 
@@ -176,15 +179,21 @@ def _build_parser() -> argparse.ArgumentParser:
 def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "consolidate",
-        help="write a checkpoint as a Hugging Face folder",
-        description="Write a sharded checkpoint as a folder that transformers' from_pretrained() loads. "
-        "Needs memory for two chunks of 64 MiB, whatever the size of the model.",
+        help="write a checkpoint as one folder of whole weights",
+        description="Write a sharded checkpoint as a folder that transformers' from_pretrained() loads, or "
+        "torch.load(). Needs less than 64 MiB of memory, whatever the size of the model.",
         epilog=_CONSOLIDATE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("checkpoint", metavar="CKPT", type=Path, help="the checkpoint folder; only read")
     command.add_argument(
         "out", metavar="OUT", type=Path, help="the folder to write: new, empty, or an earlier output of CKPT"
+    )
+    command.add_argument(
+        "--format",
+        choices=("safetensors", "torch"),
+        default="safetensors",
+        help="of the weights: model.safetensors (default), or pytorch_model.bin with every name of the model",
     )
     command.add_argument("--dtype", help="of the weights: bf16, fp16, fp32 (default: each parameter's own)")
     command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
@@ -194,8 +203,8 @@ def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParse
     command.add_argument(
         "--strip-prefix",
         metavar="P",
-        help="write what lies below this prefix of parameter names, without it "
-        "(default: where the Hugging Face model was found; '' writes everything)",
+        help="write what lies below this prefix of parameter names, without it (default: where the Hugging "
+        "Face model was found, for torch none; '' writes everything)",
     )
     command.add_argument(
         "--hf-files",

@@ -117,38 +117,6 @@ def on_a_stream_of_its_own(wanted: bool) -> Iterator[None]:
     stream.synchronize()
 
 
-@contextmanager
-def copying_to_host(device: torch.device) -> Iterator[None]:
-    """Run a block's copies on a stream of their own, after all that came before, and wait for them.
-
-    Args:
-        device: Where the copies begin; if that is no GPU, the block is left alone.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
-
-
-def page_lock(memory: Tensor) -> None:
-    """Page-lock host memory where it is, for copies from a GPU; `page_unlock` before it is freed.
-
-    Raises:
-        RuntimeError: CUDA refuses.
-    """
-    num_bytes = memory.numel() * memory.element_size()
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
-
-
-def page_unlock(memory: Tensor) -> None:
-    """Undo `page_lock`."""
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
-
-
 def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
     """Return the device and the dtype among the arguments of `Tensor.to`, None for what is not given."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
@@ -190,6 +158,33 @@ def attention_reset(attention: torch.nn.MultiheadAttention) -> Callable[[], None
     """Return the `reset_parameters` of torch's attention, which has it under another name."""
     reset: Callable[[], None] = attention._reset_parameters
     return reset
+
+
+def pickled_tensor(
+    storage: object, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """Return what `torch.save` pickles of a contiguous tensor on the CPU: a function and its arguments.
+
+    Args:
+        storage: What stands for its memory; see `pickled_storage`.
+        shape: The tensor's.
+        dtype: The tensor's.
+    """
+    # An empty tensor of the dtype says which of torch's functions it is, and what follows size and stride.
+    rebuild, arguments = torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(2)
+    stride = torch.empty(shape, device="meta").stride()
+    return rebuild, (storage, 0, shape, stride, *arguments[4:])
+
+
+def pickled_storage(dtype: torch.dtype) -> type:
+    """Return the class that `torch.save` names for the memory of a tensor: it counts elements.
+
+    `UntypedStorage`, for the younger dtypes, counts bytes.
+    """
+    storage = torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(2)[1][0]
+    if isinstance(storage, torch.UntypedStorage):
+        return torch.UntypedStorage
+    return cast("type", getattr(torch, storage._pickle_storage_type()))
 
 
 def native_all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -246,8 +241,3 @@ def store_of_ranks(prefix: str) -> RankStore:
     """
     store: RankStore = c10d.PrefixStore(prefix, c10d._get_default_store().clone())  # type: ignore[attr-defined]
     return store
-
-
-def is_making_parameter() -> bool:
-    """Tell whether what called the caller of this function is the constructor of `nn.Parameter`."""
-    return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__

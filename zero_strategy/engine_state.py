@@ -56,8 +56,7 @@ class EngineState:
     def wait_for_weights(self) -> None:
         """Return when the weights of the last step are complete here, which `step()` does not wait for.
 
-        For code that does not ask a tensor's class (C++, `torch.jit.script`, `torch.tensor(param)`), for CUDA
-        graphs, and before a fork whose child reads weights; all else waits by itself.
+        For code that reads the memory behind parameters, such as a CUDA graph; all else waits by itself.
         """
         self._publisher.wait()
 
@@ -105,7 +104,7 @@ class EngineState:
     def full_state_dict(
         self, dtype: torch.dtype | None = None, trainable_only: bool = False
     ) -> dict[str, Any]:
-        """Gather whole weights. Collective; memory for one bucket besides the result.
+        """Gather whole weights on rank 0. Collective; memory for one bucket besides the result, there only.
 
         Args:
             dtype: Cast floating-point parameters to this; by default they keep theirs. fp32 gives the masters
@@ -129,7 +128,7 @@ class EngineState:
         max_shard_size_bytes: int = DEFAULT_SHARD_SIZE_BYTES,
         trainable_only: bool = False,
     ) -> None:
-        """Write whole weights in 16 bits as a Hugging Face folder. Collective; memory for one bucket besides.
+        """Write whole weights in 16 bits as a Hugging Face folder. Collective; memory for a bucket on rank 0.
 
         fp32 parameters become bf16, which has their range. The folder is what `zero-strategy consolidate`
         writes: safetensors, with the configs of a transformers model, moved into its place when it is
@@ -170,7 +169,6 @@ class EngineState:
         self.averages.require_out()
         self._begin_call("load_full_state_dict")
         result = full_weights.scatter(self.model, self.buckets, self._masters, state_dict, self._collectives)
-        self._ownership.num_steps = 0
         if strict:
             full_weights.require_names(result, so_far="What did match has been loaded.")
         return result
@@ -221,7 +219,6 @@ class EngineState:
         """Open a checkpoint to take it over in steps, as `load_checkpoint` does at once. Collective."""
         self.averages.require_out()
         self.wait_for_weights()
-        self._ownership.num_steps = 0
         return OpenCheckpoint(self.parts(), os.fspath(path))
 
     def parts(self) -> Parts:

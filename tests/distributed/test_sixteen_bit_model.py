@@ -7,6 +7,8 @@ it was. Tolerance: none.
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,12 @@ from torch import Tensor, nn
 import zero_strategy as zs
 from tests.harness import distributed, expect_error, rank, subtest
 from tests.storage_tracker import StorageTracker
-from zero_strategy.checkpoint import safetensors_io
-from zero_strategy.checkpoint.export import INDEX_NAME, MARKER_NAME
+from zero_strategy.checkpoint.export import MARKER_NAME
+from zero_strategy.checkpoint.output_file import OutputFile
+from zero_strategy.comm import watch
 from zero_strategy.errors import CheckpointError, ConfigError, ShardingError
 
+INDEX_NAME = "model.safetensors.index.json"
 ASKED = {"stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 0}
 
 
@@ -95,18 +99,46 @@ def test_stage_3_refuses_unless_the_config_asks_for_it(tmp_path: Path) -> None:
     engine.close()
 
 
-@distributed(world_size=2)
-def test_no_more_than_one_bucket_is_gathered_at_a_time_and_each_once(tmp_path: Path) -> None:
+@distributed(world_size=[2, 3])
+def test_rank_0_needs_memory_for_one_bucket_at_a_time_and_the_others_for_none(tmp_path: Path) -> None:
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
     engine = zs.ZeroEngine(model, zs.ZeroConfig(stage=3, reduce_bucket_size=64 * 64, **ASKED))
-    engine.ledger.reset()
-    with StorageTracker() as tracker:
-        engine.save_16bit_model(tmp_path / "out", max_shard_size_bytes=3 * 64 * 64)
-    whole_bytes = 4 * 64 * 64
-    most = max(sum(num_bytes >= whole_bytes for num_bytes in alive.values()) for alive in tracker.history)
-    assert most == 1
-    assert engine.ledger.comm["all_gather"]["calls"] == len(engine.buckets) == 6
+    optimizer = engine.shard_optimizer(torch.optim.AdamW(model.parameters()))
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    bucket_bytes, message_bytes = 4 * 64 * 64, 2048
+    # What each may take besides, on rank 0: a bucket, and a part of it converted; what is asked for.
+    calls = {
+        "save_16bit_model": (lambda: engine.save_16bit_model(tmp_path / "out"), bucket_bytes * 3 // 2),
+        "full_state_dict": (engine.full_state_dict, 7 * bucket_bytes),
+        "masters": (lambda: engine.full_state_dict(torch.float32), 7 * bucket_bytes),
+        "optimizer.state_dict": (optimizer.state_dict, 14 * bucket_bytes),
+    }
+    for name, (call, most_on_rank_0) in calls.items():
+        engine.ledger.reset()
+        with subtest(name), StorageTracker() as tracker:
+            tracker.add(tensor for tensor in _held(engine, optimizer))
+            tracker.look()
+            call()
+            before, *later = [sum(alive.values()) for alive in tracker.history]
+            # Before it is sent, the state of an optimizer is put together from its slices.
+            own_bytes = bucket_bytes if name == "optimizer.state_dict" else 0
+            allowed_bytes = (most_on_rank_0 if rank() == 0 else 0) + own_bytes + message_bytes
+            assert max(later) - before <= allowed_bytes, (max(later) - before, allowed_bytes)
+            assert engine.ledger.comm["all_gather"]["calls"] == 0
+            num_gathers = 12 if own_bytes else 6
+            shards_bytes = num_gathers * engine.buckets[0].param_shard.nbytes
+            sent_bytes = engine.ledger.comm["control"]["bytes_sent"]
+            assert (sent_bytes >= shards_bytes) == (rank() != 0)
     engine.close()
+
+
+def _held(engine: zs.ZeroEngine, optimizer: zs.ShardedOptimizer) -> Iterator[Tensor]:
+    for bucket in engine.buckets:
+        yield bucket.param_shard
+    for state in optimizer.state.values():
+        yield from state.values()
 
 
 @distributed(world_size=2)
@@ -146,7 +178,7 @@ def test_a_second_save_replaces_the_first_and_a_failed_one_leaves_it_as_it_was(t
     with subtest("an error of the file system in the middle of the weights"):
         if rank() == 0:
             patch = pytest.MonkeyPatch()
-            patch.setattr(safetensors_io.SafetensorsWriter, "write", _refuse)
+            patch.setattr(OutputFile, "write", _refuse)
         with expect_error(CheckpointError, ["could not be written", "The disk is full", "space"]):
             engine.save_16bit_model(out)
         if rank() == 0:
@@ -173,12 +205,29 @@ def test_transformers_loads_what_was_written(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(config)
     engine = zs.ZeroEngine(model, zs.ZeroConfig(stage=3, reduce_bucket_size=2000, **ASKED))
     whole = engine.full_state_dict(torch.bfloat16)
+    with subtest("save_pretrained"), expect_error(ShardingError, "full_state_dict"):
+        model.save_pretrained(tmp_path / f"none-{rank()}")
+    assert not list(tmp_path.glob("none-*/*model*"))
     engine.save_16bit_model(tmp_path / "out", max_shard_size_bytes=2000)
     if rank() == 0:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
         assert loaded.dtype == torch.bfloat16
         for name, value in loaded.state_dict().items():
             assert torch.equal(value, whole[name]), name
+    engine.close()
+
+
+@distributed(world_size=2)
+def test_an_export_that_one_rank_alone_asks_for_ends_on_all_with_its_line(tmp_path: Path) -> None:
+    watch.POLL_S, watch.LONG_WAIT_S = 0.05, 0.5
+    engine = zs.ZeroEngine(Odd(), zs.ZeroConfig(stage=3, **ASKED))
+    began = time.monotonic()
+    with expect_error(ShardingError, ["rank 0", "rank 1", "test_sixteen_bit_model.py"]):
+        if rank() == 0:
+            engine.save_16bit_model(tmp_path / "out")
+        engine.model(torch.arange(4)).sum().backward()
+    assert time.monotonic() - began < 10
+    assert not any(tmp_path.iterdir())
     engine.close()
 
 

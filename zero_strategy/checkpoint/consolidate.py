@@ -1,4 +1,4 @@
-"""A sharded checkpoint written out as one Hugging Face folder, offline, with the memory of one chunk.
+"""A sharded checkpoint written out as one folder of whole weights, offline, with the memory of a few chunks.
 
 Called by the command line and by anyone who has a checkpoint folder; needs no process group and no model.
 It asks `format` for everything that is read, and leaves what is written to `export`.
@@ -7,9 +7,15 @@ It asks `format` for everything that is read, and leaves what is written to `exp
 from __future__ import annotations
 
 import os
+from functools import partial
+from typing import Any
 
 from zero_strategy.checkpoint.export import ExportOptions, ExportReport, Source, export
-from zero_strategy.checkpoint.format import CheckpointReader, model_tensor_name
+from zero_strategy.checkpoint.format import CheckpointReader, decode_extra, model_tensor_name
+from zero_strategy.checkpoint.parts import MODULES_KEY
+from zero_strategy.checkpoint.streamed import StreamedTensor
+
+READ_BYTES = 4 * 2**20  # at once; it stays in the processor's cache until it is written
 
 
 def consolidate(
@@ -17,12 +23,13 @@ def consolidate(
     out: str | os.PathLike[str],
     options: ExportOptions | None = None,
 ) -> ExportReport:
-    """Write a checkpoint as a Hugging Face folder. See `export`.
+    """Write a checkpoint as a folder of whole weights. See `export`.
 
-    Memory: two chunks of 64 MiB, however large the model. Non-persistent buffers are in no checkpoint.
+    Memory: less than 64 MiB, however large the model and its tensors. Non-persistent buffers are in no
+    checkpoint.
 
     Args:
-        checkpoint: The checkpoint folder. It is only read.
+        checkpoint: The checkpoint folder. It is only read, and of it the weights only.
         out: The folder to write.
         options: See `ExportOptions`.
 
@@ -38,6 +45,22 @@ def consolidate(
             params=manifest.params,
             buffers=manifest.buffers,
             hf=manifest.hf,
-            chunks=lambda fqn: reader.chunks(model_tensor_name(fqn)),
+            chunks=lambda fqn: reader.chunks(model_tensor_name(fqn), READ_BYTES),
+            module_states=_module_states(reader),
         )
         return export(source, out, options)
+
+
+def _module_states(reader: CheckpointReader) -> dict[str, Any]:
+    """Return what modules keep beside parameters and buffers, with its tensors still to be read."""
+    encoded = reader.manifest.extra
+    content = encoded.get(MODULES_KEY) if isinstance(encoded, dict) else None
+    if not isinstance(content, dict):
+        return {}
+    states = decode_extra(content.get("modules", {}), partial(_streamed, reader))
+    return states if isinstance(states, dict) else {}
+
+
+def _streamed(reader: CheckpointReader, name: str) -> StreamedTensor:
+    entry = reader.entry(name)
+    return StreamedTensor((name,), entry.shape, entry.torch_dtype, lambda: reader.chunks(name, READ_BYTES))

@@ -43,8 +43,8 @@ def encode_extra(obj: object) -> tuple[JsonValue, dict[str, Tensor]]:
     return _encode(obj, "extra", tensors, MAX_DEPTH), tensors
 
 
-def decode_extra(encoded: JsonValue, read_tensor: Callable[[str], Tensor]) -> object:
-    """Undo `encode_extra`; `read_tensor` gives the stored tensor of a name, with its shape.
+def decode_extra(encoded: JsonValue, read_tensor: Callable[[str], object]) -> object:
+    """Undo `encode_extra`; `read_tensor` gives the stored tensor of a name, with its shape, or a stand-in.
 
     Raises:
         CheckpointError: `encoded` is not something `encode_extra` makes.

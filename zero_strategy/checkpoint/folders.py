@@ -59,6 +59,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file for people to read, and flush it to the disk."""
+    with open(path, "w", encoding="utf-8") as file:  # plain open: permissions as the umask says
+        file.write(to_readable_json(value) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def to_readable_json(value: object, indent: str = "") -> str:
     """Write JSON as a person would: what fits into one line stays on one line."""
     if isinstance(value, dict):

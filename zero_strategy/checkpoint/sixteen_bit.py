@@ -14,39 +14,43 @@ from torch import Tensor
 
 from zero_strategy.checkpoint.elements import cpu_chunks, dtype_name
 from zero_strategy.checkpoint.export import ExportOptions, Source, export
-from zero_strategy.checkpoint.full_weights import whole_flat
+from zero_strategy.checkpoint.full_weights import module_extra_states, whole_on_first
 from zero_strategy.checkpoint.hf import hf_record
 from zero_strategy.checkpoint.parts import Parts, buffer_records, param_records, persistent_buffers
 from zero_strategy.checkpoint.records import ParamRecord
 from zero_strategy.comm.together import agreed
 from zero_strategy.log import log_event
 
+CHUNK_BYTES = 4 * 2**20  # converted at once
 _NO_MORE = -1  # instead of the index of a bucket
 
 
 def save_16bit(parts: Parts, path: str, options: ExportOptions) -> None:
     """Write the folder. Collective. What the arguments mean is said at `ZeroEngine.save_16bit_model`.
 
-    Rank 0 writes; for each bucket it comes to, it broadcasts the bucket's index and all ranks gather that
-    bucket. -1 ends it, also where writing has failed; then all ranks agree on what rank 0 raises.
+    Rank 0 writes; for each bucket it comes to, it broadcasts the bucket's index and the others send it their
+    shards, for which they need no memory. -1 ends it, also where writing has failed; then all ranks agree on
+    what rank 0 raises.
     """
     collectives = parts.collectives
     if collectives.rank != 0:
         while (wanted := collectives.broadcast_json(None)) != _NO_MORE:
-            whole_flat(parts.buckets[wanted])
+            whole_on_first(parts.buckets[wanted])
         agreed(collectives, lambda: None)
         return
 
     def gather(index: int) -> Tensor:
         collectives.broadcast_json(index)
-        return whole_flat(parts.buckets[index])
+        whole = whole_on_first(parts.buckets[index])
+        assert whole is not None, "rank 0 gathers"
+        return whole
 
     def write() -> None:
         try:
             report = export(_source_of(parts, gather), path, options)
             if report.left_out:
                 names = ", ".join(report.left_out)
-                log_event(f"Left out of {path}, as outside the Hugging Face model: {names}.")
+                log_event(f"Left out of {path}, as no part of a Hugging Face model: {names}.")
         finally:
             collectives.broadcast_json(_NO_MORE)
 
@@ -63,6 +67,7 @@ def _source_of(parts: Parts, gather: Callable[[int], Tensor]) -> Source:
         buffers=buffer_records(parts.model),
         hf=hf_record(parts.model),
         chunks=_Chunks(parts, gather),
+        module_states=module_extra_states(parts.model),
     )
 
 
@@ -82,7 +87,7 @@ class _Chunks:
         self._views: list[Tensor] = []
 
     def __call__(self, fqn: str) -> Iterator[Tensor]:
-        return cpu_chunks(self._buffers[fqn] if fqn in self._buffers else self._param(fqn))
+        return cpu_chunks(self._buffers[fqn] if fqn in self._buffers else self._param(fqn), CHUNK_BYTES)
 
     def _param(self, fqn: str) -> Tensor:
         number, index = self._places[fqn]

@@ -1,0 +1,105 @@
+"""One file of exported weights, written front to back while its writer prepares what comes next.
+
+Used by `weight_files`. It does not know what the bytes mean.
+
+[Note: Written behind]
+To read weights, compare their checksum and convert them takes about as long as the kernel needs to copy the
+result into its cache of the disk. So what is written goes into one of a few buffers, and a thread hands full
+buffers to the kernel. A copy costs little, as the bytes are in the processor's cache; it makes large writes
+of small tensors, and lets the caller use its own memory again at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+BUFFER_BYTES = 4 * 2**20
+NUM_BUFFERS = 3  # one is filled, one is written, one is ready to be written
+
+
+class OutputFile:
+    """A new file: whole and on the disk when the block is left, or not there. See [Note: Written behind].
+
+    Usage::
+
+        with OutputFile(path) as file:
+            file.write(view)  # any number of times; a file for `zipfile` too, which asks `tell()`
+
+    What the system refuses is raised as it is, an OSError, by the call during which it comes to light.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_bytes = 0
+        self._descriptor = -1
+        self._thread = ThreadPoolExecutor(max_workers=1)  # has no thread before something is handed over
+        self._buffer: memoryview | None = None  # [BUFFER_BYTES], of which the first bytes are filled
+        self._filled_bytes = 0
+        self._free: list[memoryview] = []
+        self._under_way: deque[tuple[Future[None], memoryview]] = deque()
+
+    def __enter__(self) -> OutputFile:
+        # O_EXCL: the folder is this run's own, so a file that is there belongs to somebody else.
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        is_whole = False
+        try:
+            if error is None:
+                self._hand_over()
+                self._wait(until_under_way=0)
+                os.fsync(self._descriptor)
+                is_whole = True
+        finally:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            os.close(self._descriptor)
+            if not is_whole:
+                self._path.unlink(missing_ok=True)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append bytes and return how many. The caller may overwrite them at once."""
+        view = memoryview(data).cast("B")
+        taken_bytes = 0
+        while taken_bytes < len(view):
+            if self._buffer is None:
+                self._buffer = self._free.pop() if self._free else memoryview(bytearray(BUFFER_BYTES))
+            part = view[taken_bytes : taken_bytes + BUFFER_BYTES - self._filled_bytes]
+            self._buffer[self._filled_bytes : self._filled_bytes + len(part)] = part
+            self._filled_bytes += len(part)
+            taken_bytes += len(part)
+            if self._filled_bytes == BUFFER_BYTES:
+                self._hand_over()
+                self._wait(until_under_way=NUM_BUFFERS - 1)
+        self._num_bytes += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        """Return how many bytes have been written."""
+        return self._num_bytes
+
+    def flush(self) -> None:
+        """Do nothing: leaving the block flushes. `zipfile` asks for it."""
+
+    def _hand_over(self) -> None:
+        if self._buffer is not None:
+            full = self._buffer[: self._filled_bytes]
+            self._under_way.append((self._thread.submit(_write_all, self._descriptor, full), self._buffer))
+            self._buffer, self._filled_bytes = None, 0
+
+    def _wait(self, *, until_under_way: int) -> None:
+        while len(self._under_way) > until_under_way:
+            written, buffer = self._under_way.popleft()
+            written.result()
+            self._free.append(buffer)
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    while view:  # one write may take less than all
+        view = view[os.write(descriptor, view) :]
