@@ -117,6 +117,38 @@ def on_a_stream_of_its_own(wanted: bool) -> Iterator[None]:
     stream.synchronize()
 
 
+@contextmanager
+def copying_to_host(device: torch.device) -> Iterator[None]:
+    """Run a block's copies on a stream of their own, after all that came before, and wait for them.
+
+    Args:
+        device: Where the copies begin; if that is no GPU, the block is left alone.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def page_lock(memory: Tensor) -> None:
+    """Page-lock host memory where it is, for copies from a GPU; `page_unlock` before it is freed.
+
+    Raises:
+        RuntimeError: CUDA refuses.
+    """
+    num_bytes = memory.numel() * memory.element_size()
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
+
+
+def page_unlock(memory: Tensor) -> None:
+    """Undo `page_lock`."""
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
+
+
 def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
     """Return the device and the dtype among the arguments of `Tensor.to`, None for what is not given."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
@@ -241,3 +273,8 @@ def store_of_ranks(prefix: str) -> RankStore:
     """
     store: RankStore = c10d.PrefixStore(prefix, c10d._get_default_store().clone())  # type: ignore[attr-defined]
     return store
+
+
+def is_making_parameter() -> bool:
+    """Tell whether what called the caller of this function is the constructor of `nn.Parameter`."""
+    return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__

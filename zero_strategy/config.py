@@ -22,9 +22,9 @@ from zero_strategy.config_blocks import (
     Block,
     Count,
     DataTypes,
+    Factor,
     Fp16,
     Norm,
-    Positive,
     WireDtype,
     ZeroOptimization,
 )
@@ -90,7 +90,7 @@ class ZeroConfig(Block):
     prescale_gradients: StrictBool = False
     """Gradients are divided by the number of ranks before they travel, not after the sum. The same bits where
     that is a power of two (and nothing underflows)."""
-    gradient_predivide_factor: Positive = 1.0
+    gradient_predivide_factor: Factor = 1.0
     """Gradients are divided by this before they travel, and the sum by what is left of the number of ranks.
     The same bits for powers of two."""
     train_batch_size: Count = 1
@@ -166,9 +166,9 @@ class ZeroConfig(Block):
         Raises:
             ConfigError: A key is still "auto", a filled-in value is faulty, or the batch numbers do not fit.
         """
-        if world_size < 1:
+        if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
             raise ConfigError(
-                what=f"The config cannot be resolved for {world_size} ranks.",
+                what=f"The config cannot be resolved for {world_size!r} ranks.",
                 why="The world size counts the ranks that share the batch.",
                 fix="Pass 1 or more.",
             )

@@ -7,6 +7,7 @@ come from.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Annotated, Literal
 
@@ -33,7 +34,19 @@ def _integral(value: object) -> int:
 def _real(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError("should be a number (without quotes)")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        raise ValueError("should be a number below 1.8e308") from None
+
+
+def _factor(value: object) -> float:
+    # What losses and gradients are multiplied by, in fp32: beyond its normal numbers nothing but zeros and
+    # infinities would be left of them.
+    factor = _real(value)
+    if math.isfinite(factor) and factor > 0 and not 2.0**-126 <= factor <= 2.0**127:
+        raise ValueError("should be from 2 ** -126 to 2 ** 127, the range of fp32")
+    return factor
 
 
 def _stage(value: object) -> int:
@@ -76,7 +89,8 @@ def _wire_dtype(value: object) -> object:
 Count = Annotated[int, BeforeValidator(_integral), Field(ge=1)]
 CountOrZero = Annotated[int, BeforeValidator(_integral), Field(ge=0)]
 Norm = Annotated[float, BeforeValidator(_real), Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, BeforeValidator(_real), Field(gt=0, allow_inf_nan=False)]
+Factor = Annotated[float, BeforeValidator(_factor), Field(gt=0, allow_inf_nan=False)]
+FactorOrZero = Annotated[float, BeforeValidator(_factor), Field(ge=0, allow_inf_nan=False)]
 # 2 ** 127 is the largest power of two in fp32, in which losses are scaled.
 ScalePower = Annotated[int, BeforeValidator(_integral), Field(ge=0, le=127)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
@@ -175,7 +189,7 @@ class Fp16(Block):
 
     enabled: StrictBool = False
     """Parameters are cast to fp16; the optimizer updates fp32 masters, and losses are scaled."""
-    loss_scale: Norm = 0.0
+    loss_scale: FactorOrZero = 0.0
     """What losses are multiplied by, for good; 0: it is found out and kept up to date (dynamic)."""
     initial_scale_power: ScalePower = 16
     """The dynamic scale begins at 2 to the power of this. Default as in DeepSpeed, like all in this block."""
@@ -185,7 +199,7 @@ class Fp16(Block):
     """Overflows until the dynamic scale is halved; it is halved by each one from then on."""
     consecutive_hysteresis: StrictBool = False
     """Any good step restores the hysteresis; else only a doubling does."""
-    min_loss_scale: Norm = 1.0
+    min_loss_scale: FactorOrZero = 1.0
     """The dynamic scale does not go below; an overflow there is an error. 0 only where the scale is fixed."""
 
 

@@ -7,7 +7,6 @@ all faults. Called by `config.py` only, which passes in the honoured keys. Must 
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Mapping
@@ -78,7 +77,7 @@ def read_file(path: str | os.PathLike[str]) -> Settings:
     try:
         with open(name, encoding="utf-8") as file:
             lines = file.read().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: the text is no UTF-8, or the path no path
         raise ConfigError(
             what=f"The config file {name!r} cannot be read: {error}.",
             why="A config is the path of a ds_config.json, a dict, or keywords.",
@@ -131,7 +130,8 @@ def flatten(block: Mapping[str, object], origin: str, prefix: str = "") -> Setti
         Dotted keys and their settings. An empty block is a leaf with the value {}.
 
     Raises:
-        ConfigError: A key is no string, or is given twice (nested and dotted).
+        ConfigError: A key is no string, or is given twice (nested and dotted); a value is of a type that JSON
+            has no spelling for.
     """
     settings: Settings = {}
     for name, value in block.items():
@@ -149,7 +149,7 @@ def flatten(block: Mapping[str, object], origin: str, prefix: str = "") -> Setti
             found = flatten(value, origin, dotted + ".")
         else:
             dotted += _shorthand_suffix(name, value)
-            found = {dotted: Setting(copy.deepcopy(value), origin)}
+            found = {dotted: Setting(_plain(value, dotted, origin), origin)}
         add_settings(settings, found)
     return settings
 
@@ -299,7 +299,9 @@ def complete_batch_numbers(values: dict[str, object], world_size: int) -> list[F
     """
     given = {key: values[key] for key in BATCH_KEYS if key in values}
     numbers = {
-        key: int(value) for key, value in given.items() if isinstance(value, (int, float)) and value >= 1
+        key: int(value)
+        for key, value in given.items()
+        if isinstance(value, (int, float)) and _is_count(value)
     }
     if not numbers or len(numbers) < len(given):
         return []  # nothing to derive, or a wrong value that the field's own check reports
@@ -366,6 +368,32 @@ def _unknown_fault(dotted: str, origin: str, known: frozenset[str]) -> Fault:
         f"Did you mean {nearest}?" if nearest else "Remove it; a leading underscore makes a key a comment.",
         dotted,
     )
+
+
+def _plain(value: object, dotted: str, origin: str) -> object:
+    """Return a copy of a value made of what JSON has, and of paths; refuse anything else.
+
+    A tensor or an array answers comparisons by another one, and a lock cannot be copied.
+    """
+    if isinstance(value, Mapping):
+        return {name: _plain(part, dotted, origin) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [_plain(part, dotted, origin) for part in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    if value is None or isinstance(value, (str, int, float, os.PathLike)):
+        return value
+    raise ConfigError(
+        what=f"{dotted} = {value!r} (from {origin}) is not valid: it is of type {type(value).__name__}.",
+        why="Values are those of a ds_config.json: numbers, true and false, strings, lists and blocks.",
+        fix=f"Write {dotted} as one of these (a tensor's or an array's number by .item()), or remove it.",
+    )
+
+
+def _is_count(value: object) -> bool:
+    """Tell whether a value is a whole number above 0, however it is spelled."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return value >= 1 and (isinstance(value, int) or value.is_integer())
 
 
 def _shorthand_suffix(name: str, value: object) -> str:

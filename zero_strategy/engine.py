@@ -49,7 +49,7 @@ from zero_strategy.optim.sharded_optimizer import ShardedOptimizer, StepSettings
 from zero_strategy.optim.step_gradients import GradPart, StepGradients, Wanted
 from zero_strategy.passes import BackwardPass, ForwardPass
 from zero_strategy.precision import Masters
-from zero_strategy.reducer import GradReducer
+from zero_strategy.reducer import Doings, GradReducer
 from zero_strategy.report import write_report
 
 
@@ -130,7 +130,7 @@ class ZeroEngine(EngineState):
             self._backward,
             overlap=zero.overlap_comm,
             accumulate_whole=self.config.accumulate_whole_gradients,
-            gather_order=lambda: self._lifecycle.order_digest(),
+            doings=lambda: Doings(self._lifecycle.order_digest(), self._ownership.num_steps),
             is_scaled=self._is_scaled_backward,
         )
         self.module_buffers = BufferBroadcaster(
@@ -372,7 +372,7 @@ class ZeroEngine(EngineState):
         if not self.is_resting:
             return False
         self._begin_call("wake")
-        self._ownership.takes_gradients = True
+        self._ownership.takes_gradients, self._ownership.num_steps = True, 0
         self._forward.open()
         self._reducer.reopen()
         return self._take_rank_0s()

@@ -56,7 +56,8 @@ class EngineState:
     def wait_for_weights(self) -> None:
         """Return when the weights of the last step are complete here, which `step()` does not wait for.
 
-        For code that reads the memory behind parameters, such as a CUDA graph; all else waits by itself.
+        For code that does not ask a tensor's class (C++, `torch.jit.script`, `torch.tensor(param)`), for CUDA
+        graphs, and before a fork whose child reads weights; all else waits by itself.
         """
         self._publisher.wait()
 
@@ -169,6 +170,7 @@ class EngineState:
         self.averages.require_out()
         self._begin_call("load_full_state_dict")
         result = full_weights.scatter(self.model, self.buckets, self._masters, state_dict, self._collectives)
+        self._ownership.num_steps = 0
         if strict:
             full_weights.require_names(result, so_far="What did match has been loaded.")
         return result
@@ -219,6 +221,7 @@ class EngineState:
         """Open a checkpoint to take it over in steps, as `load_checkpoint` does at once. Collective."""
         self.averages.require_out()
         self.wait_for_weights()
+        self._ownership.num_steps = 0
         return OpenCheckpoint(self.parts(), os.fspath(path))
 
     def parts(self) -> Parts:

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zero_strategy import compat
 from zero_strategy.compat import attribute_of, without_torch_function
 
 # What is asked between a step and the next forward and has to do with no values.
@@ -48,13 +49,16 @@ class LateTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Wait for every late tensor among the arguments, then do what was asked."""
-        kwargs = kwargs or {}
-        if attribute_of(func) in _ANSWERED:
+        kwargs, name = kwargs or {}, attribute_of(func)
+        if name in _ANSWERED:
             with without_torch_function():
                 return func(*args, **kwargs)
         for kind in types:
             if issubclass(kind, LateTensor):
                 kind.arrive()
+        if name == "detach" and compat.is_making_parameter():
+            # `nn.Parameter(late)` has seen a class of its own, and so asks for what it is to be.
+            return Tensor._make_subclass(type(args[0]), args[0])
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -42,6 +42,20 @@ from zero_strategy.comm.collectives import Collectives, Handle
 from zero_strategy.errors import ShardingError
 from zero_strategy.log import log_event
 from zero_strategy.passes import BackwardPass
+
+_MOST_RANKS = 8  # in a message
+
+
+class Doings(NamedTuple):
+    """What a rank has done that every other must have done too by the end of a backward."""
+
+    gather_order: bytes  # 8 bytes that stand for what it has gathered in this micro-batch, in order
+    num_steps: int  # of the engine's optimizers, so far
+
+    def digest(self) -> bytes:
+        """Return 8 bytes that stand for both."""
+        steps = self.num_steps.to_bytes(8, "little")
+        return bytes(one ^ other for one, other in zip(self.gather_order, steps, strict=True))
 
 
 @dataclass
@@ -87,7 +101,7 @@ class GradReducer:
         *,
         overlap: bool,
         accumulate_whole: bool,
-        gather_order: Callable[[], bytes],
+        doings: Callable[[], Doings],
         is_scaled: Callable[[], bool | None],
     ) -> None:
         """Register the hooks.
@@ -98,8 +112,7 @@ class GradReducer:
             backward: Is told when a backward begins, and tells when it ends.
             overlap: Let a reduction run while the backward goes on.
             accumulate_whole: Keep whole gradients under `no_sync` also where they are sharded.
-            gather_order: Returns what this rank has gathered in this micro-batch, as a few bytes; compared
-                between ranks.
+            doings: Returns what is compared between ranks.
             is_scaled: Whether the backward that ends is that of a scaled loss; None where none needs to be.
         """
         self.is_syncing = True
@@ -109,7 +122,7 @@ class GradReducer:
         self._collectives = collectives
         self._backward = backward
         self._overlap = overlap
-        self._gather_order = gather_order
+        self._doings = doings
         self._is_scaled = is_scaled
         self._accumulate_whole = accumulate_whole
         # Tied to the gathers, or by readiness; see [Note: One order of reductions].
@@ -276,7 +289,7 @@ class GradReducer:
 
         One byte a parameter, one a bucket for late gradients, one for "a frozen parameter requires a
         gradient", one for "rank 0 has seen another order", and where losses are scaled one for "this one was
-        not"; combined by maximum. What was gathered travels along with its complement: two maxima that
+        not"; combined by maximum. What ranks have done travels along with its complement: two maxima that
         complement each other are one value.
         """
         progress = self._progress
@@ -291,13 +304,13 @@ class GradReducer:
         message.append(self._collectives.rank == 0 and new_order != self._order)
         if self._is_scaled() is not None:
             message.append(self.took_unscaled)
-        gathered = self._gather_order()
-        orders = [*gathered, *(255 - byte for byte in gathered)]
+        done = self._doings().digest()
+        digests = [*done, *(255 - byte for byte in done)]
         stop = self._collectives.stop
-        flags = torch.tensor([*message, *orders, stop.asked], dtype=torch.uint8, device="cpu")
+        flags = torch.tensor([*message, *digests, stop.asked], dtype=torch.uint8, device="cpu")
         self._collectives.maximum(flags)
-        *others_orders, asked = flags[len(message) :].tolist()
-        _check_same_order(others_orders)
+        *others_digests, asked = flags[len(message) :].tolist()
+        self._require_same_doings(others_digests)
         stop.agree(asked)
         answer = [bool(flag) for flag in flags[: len(message)].tolist()]
         self.took_unscaled = self._is_scaled() is not None and answer.pop()
@@ -329,6 +342,15 @@ class GradReducer:
         self._progress = _Progress.of(self._buckets)
 
     # -- helpers --
+
+    def _require_same_doings(self, digest_and_complement: list[int]) -> None:
+        """Raise on all ranks if they have not all done the same."""
+        half = len(digest_and_complement) // 2
+        pairs = zip(digest_and_complement[:half], digest_and_complement[half:], strict=True)
+        if all(byte + complement == 255 for byte, complement in pairs):
+            return
+        num_steps: list[int] = self._collectives.gather_json(self._doings().num_steps)
+        raise _other_order() if len(set(num_steps)) == 1 else _other_steps(num_steps)
 
     def _tell_unused(self, used: list[list[bool]]) -> None:
         """Say once which parameters no rank has used: often a slip, sometimes meant."""
@@ -390,15 +412,22 @@ def _on_grad(reducer: weakref.ref[GradReducer], position: int, index: int, param
         living.on_grad(position, index, param)
 
 
-def _check_same_order(digest_and_complement: list[int]) -> None:
-    half = len(digest_and_complement) // 2
-    pairs = zip(digest_and_complement[:half], digest_and_complement[half:], strict=True)
-    if any(byte + complement != 255 for byte, complement in pairs):
-        raise ShardingError(
-            what="Ranks have gathered parameters in different orders in this micro-batch.",
-            why="A gather takes the shard of every rank, so weights of different modules may have been "
-            "mixed; the gradients of this backward cannot be used.",
-            fix="A module that runs on some ranks only (an expert, a branch that depends on the data) must "
-            "be one unit with its siblings: name its parent in zero_optimization.leaf_module.classes or "
-            ".names.",
-        )
+def _other_order() -> ShardingError:
+    return ShardingError(
+        what="Ranks have gathered parameters in different orders in this micro-batch.",
+        why="A gather takes the shard of every rank, so weights of different modules may have been mixed; "
+        "the gradients of this backward cannot be used.",
+        fix="A module that runs on some ranks only (an expert, a branch that depends on the data) must be "
+        "one unit with its siblings: name its parent in zero_optimization.leaf_module.classes or .names.",
+    )
+
+
+def _other_steps(num_steps: Sequence[int]) -> ShardingError:
+    said = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(num_steps[:_MOST_RANKS]))
+    return ShardingError(
+        what=f"Ranks have called step() a different number of times: {said}.",
+        why="Every rank updates its own part of the weights, so some parts are of another step than others, "
+        "and so are the gradients of this backward.",
+        fix="Decide on all ranks alike whether to step (reduce the condition over ranks first), and resume "
+        "from a checkpoint.",
+    )

@@ -303,6 +303,42 @@ def test_a_parameter_of_another_model_has_no_gradient_here() -> None:
 
 
 @distributed(world_size=2, timeout=WATCHDOG_S)
+def test_ranks_that_do_not_step_alike_are_told_so_by_the_next_backward_and_a_load_mends_it() -> None:
+    """Where a step sends nothing no rank would wait for another, and the weights be of several steps."""
+    for stage in (0, 3):
+        with subtest(f"stage {stage}"):
+            engine = sharded(Mlp(2, 7), stage=stage)
+            optimizer = engine.shard_optimizer(torch.optim.Adam(engine.model.parameters()))
+            inputs = torch.randn(4, 7)
+            before = engine.full_state_dict()
+            engine.backward(engine.model(inputs).sum())
+            if rank() == 0:
+                optimizer.step()
+            optimizer.zero_grad()
+            with refused(zs.ShardingError, "step() a different number of times: 1 on rank 0, 0 on rank 1"):
+                engine.backward(engine.model(inputs).sum())
+            engine.load_full_state_dict(before)
+            engine.backward(engine.model(inputs).sum())
+            optimizer.step()
+            engine.close()
+
+
+@distributed(world_size=2, timeout=WATCHDOG_S)
+def test_bounds_that_are_none_are_refused() -> None:
+    engine = sharded(Mlp(2, 7), stage=2)
+    optimizer = engine.shard_optimizer(torch.optim.Adam(engine.model.parameters()))
+    engine.backward(engine.model(torch.randn(4, 7)).sum())
+    for bound in (-1.0, float("nan")):
+        with refused(zs.ConfigError, "norm of", str(bound)):
+            optimizer.clip_grad_norm_(bound)
+        with refused(zs.ConfigError, "value of", str(bound)):
+            optimizer.clip_grad_value_(bound)
+    optimizer.clip_grad_norm_(float("inf"))
+    optimizer.step()
+    engine.close()
+
+
+@distributed(world_size=2, timeout=WATCHDOG_S)
 def test_a_rank_that_stops_early_ends_the_other_by_the_group_timeout_with_an_explanation() -> None:
     seconds = 2
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), dist.group.WORLD)

@@ -10,6 +10,9 @@ from __future__ import annotations
 import copy
 import ctypes
 import io
+import os
+import select
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -117,6 +120,7 @@ READERS: dict[str, Callable[[Training], Any]] = {
     "address": lambda t: memory_of(t.model.layers[3].weight),
     "deepcopy of a parameter": lambda t: copy.deepcopy(t.model.layers[3].weight),
     "deepcopy of the model": lambda t: copy.deepcopy(t.model)(X),
+    "nn.Parameter": lambda t: nn.Parameter(t.model.layers[3].weight),
     "pickle": lambda t: saved(t.model.layers[3].weight),
     "state_dict": lambda t: saved(t.model.state_dict()),
     "state_dict(keep_vars)": lambda t: list(t.model.state_dict(keep_vars=True).values())[5].clone(),
@@ -298,6 +302,29 @@ def test_a_rank_that_fails_with_weights_under_way_is_named_to_who_waits_for_them
         training.model(X)
     with expect_error(zs.ShardingError, "boom of rank 1"):
         training.engine.close()
+
+
+@distributed(world_size=2)
+def test_a_forked_process_is_told_that_weights_under_way_never_arrive_there() -> None:
+    """It has no threads that could receive them, and would wait for ever."""
+    training = Training(stage=2)
+    training.step()
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            said = str(training.model.layers[3].weight.sum())
+        except zs.ShardingError as error:
+            said = str(error)
+        os.write(theirs, said.encode())
+        os._exit(0)
+    ready, _, _ = select.select([ours], [], [], 20)
+    said = os.read(ours, 4096).decode() if ready else "nothing: it hangs"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert "forked" in said and "wait_for_weights()" in said, said
+    training.step()
+    training.engine.close()
 
 
 @pytest.mark.slow

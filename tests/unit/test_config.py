@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from zero_strategy.config import DEFAULTS, FIELD_KEYS, KNOWN_KEYS, ZeroConfig
@@ -437,3 +439,40 @@ def test_other_sources_are_refused() -> None:
     assert "int" in refusal(3).what
     assert "not a block" in refusal({"zero_optimization": True}).what
     assert "key 3" in refusal({3: 1}).what
+
+
+class Uncopyable:
+    def __deepcopy__(self, memo: object) -> object:
+        raise TypeError("cannot be copied")
+
+
+def test_values_that_json_has_no_spelling_for_are_refused_by_key_and_type() -> None:
+    for key in ("zero_optimization.stage", "fp16.enabled", "train_batch_size", "comet", "amp"):
+        for value in (torch.tensor([1, 2]), Uncopyable(), {1}, b"1", [torch.tensor([1, 2])]):
+            inner = value[0] if isinstance(value, list) else value
+            error = refusal({key: value})
+            assert key in error.what and type(inner).__name__ in error.what
+
+
+def test_numbers_that_no_float_or_fp32_holds_are_refused_by_key() -> None:
+    for key in ("fp16.loss_scale", "fp16.min_loss_scale", "gradient_clipping", "gradient_predivide_factor"):
+        for value in (10**400, -(10**400)):
+            assert key in refusal({key: value}).what
+    for key in ("fp16.loss_scale", "fp16.min_loss_scale", "gradient_predivide_factor"):
+        for value in (1e300, 1e-300):
+            assert "2 ** 127" in refusal({key: value}).what
+
+
+def test_a_front_ends_batch_number_that_is_no_count_is_refused_and_not_rounded() -> None:
+    key = "train_micro_batch_size_per_gpu"
+    for value in (2.5, True, math.inf, math.nan, "3"):
+        with pytest.raises(ConfigError) as info:
+            ZeroConfig.load({key: "auto"}).resolve(2, auto={key: value})
+        assert key in info.value.what
+    for world_size in (2.5, True, "2", None):
+        with pytest.raises(ConfigError):
+            ZeroConfig().resolve(world_size)  # type: ignore[arg-type]
+
+
+def test_a_path_that_is_none_is_refused() -> None:
+    assert "cannot be read" in refusal("\0").what

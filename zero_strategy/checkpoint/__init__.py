@@ -1,6 +1,7 @@
 """Checkpoints: the folder format, saving and loading, Hugging Face export.
 
-Order of imports, lowest first: `elements` (bytes), `safetensors_io` (one file), `records` (the records of
+Order of imports, lowest first: `durable` (new files), `writer_process`, `host_copy` and `background` (files
+written beside the training), `elements` (bytes), `safetensors_io` (one file), `records` (the records of
 the index), `extra` (the user's own state), `manifest` (the index of a folder), `format` (reading a folder by
 name and range; the names of all of the above), `inspection` (a folder as a table), `hf` (what a Hugging Face
 folder needs), `full_weights` (whole weights of a running engine), `parts` (what of an engine goes into a

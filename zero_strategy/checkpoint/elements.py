@@ -1,6 +1,6 @@
 """Elements as bytes: dtypes and their names, memory views, chunks on the host, checksums.
 
-The lowest module of checkpoints, used by all others there. It knows neither files nor folders.
+Used by all modules of checkpoints above it. It knows neither files nor folders.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_64
 
+from zero_strategy.checkpoint.durable import CHUNK_BYTES, Checksum
 from zero_strategy.errors import CheckpointError
 
-CHUNK_BYTES = 64 * 2**20  # bytes moved at once: large enough for full disk speed, small beside any model
 MAX_COUNT = 2**63 - 1  # elements or bytes: what a signed 64-bit file offset can hold
 
 # Name in a manifest (torch's own, without "torch.") -> (dtype, name in a safetensors header).
@@ -70,24 +69,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if num_bytes == 0:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
-
-
-class Checksum:
-    """The checksum of bytes that come in parts: the 64 bits of XXH3, which reads memory at its full speed.
-
-    It finds every accident; it is no proof against somebody who wants to deceive.
-    Source: https://github.com/Cyan4973/xxHash.
-    """
-
-    def __init__(self) -> None:
-        self._state = xxh3_64()
-
-    def add(self, data: memoryview | bytes) -> None:
-        """Continue with the bytes that follow."""
-        self._state.update(data)
-
-    def __str__(self) -> str:
-        return f"xxh3:{self._state.hexdigest()}"
 
 
 def checksum(data: Tensor | memoryview | bytes) -> str:

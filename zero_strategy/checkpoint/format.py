@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_strategy.checkpoint.elements import CHUNK_BYTES, Checksum, bytes_of, checksum, dtype_name
+from zero_strategy.checkpoint.durable import CHUNK_BYTES, Checksum
+from zero_strategy.checkpoint.elements import bytes_of, checksum, dtype_name
 from zero_strategy.checkpoint.extra import decode_extra, encode_extra
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest, check_piece
 from zero_strategy.checkpoint.records import (

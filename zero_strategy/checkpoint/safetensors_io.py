@@ -15,18 +15,18 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
+from zero_strategy.checkpoint.durable import CHUNK_BYTES, Checksum, NewFile
 from zero_strategy.checkpoint.elements import (
-    CHUNK_BYTES,
     HEADER_NAMES,
     MAX_COUNT,
-    Checksum,
     bytes_of,
     checksum,
     cpu_chunks,
@@ -71,7 +71,45 @@ class WrittenFile(NamedTuple):
     tensors: list[StoredTensor]
 
 
+class FileLayout(NamedTuple):
+    """What a file is going to be: its header, and the order in which the data of its tensors follows."""
+
+    header: bytes
+    specs: tuple[TensorSpec, ...]  # in the order of the data
+    keys: tuple[str, ...]  # in the order in which they were given
+
+    @property
+    def ends(self) -> list[int]:
+        """Where the header ends, and then each tensor, in bytes."""
+        return list(accumulate([len(self.header), *(spec.num_bytes for spec in self.specs)]))
+
+    def written(self, checksums: Sequence[str]) -> WrittenFile:
+        """Return the file as written.
+
+        Args:
+            checksums: Of the header, then of each tensor in the order of `specs`.
+
+        Returns:
+            One record a tensor, in the order in which they were given.
+        """
+        stored = {
+            spec.key: StoredTensor(spec.key, math.prod(spec.shape), spec.dtype, found, start)
+            for spec, found, start in zip(self.specs, checksums[1:], self.ends[:-1], strict=True)
+        }
+        return WrittenFile(self.ends[-1], checksums[0], [stored[key] for key in self.keys])
+
+
 # -- writing --
+
+
+def layout_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> FileLayout:
+    """Lay out a file of these tensors.
+
+    Raises:
+        CheckpointError: A dtype cannot be stored, or the header would be too long.
+    """
+    ordered = tuple(sorted(specs, key=lambda spec: -spec.dtype.itemsize))  # stable
+    return FileLayout(header_bytes(ordered, metadata), ordered, tuple(spec.key for spec in specs))
 
 
 class SafetensorsWriter:
@@ -90,91 +128,108 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
         self.path = path
-        self.specs = tuple(sorted(specs, key=lambda spec: -spec.dtype.itemsize))  # stable
-        self.stored: list[StoredTensor] = []
-        self.num_bytes = 0  # written so far, header included
-        self._header = header_bytes(self.specs, metadata)
+        self.layout = layout_of(specs, metadata)
+        self.specs = self.layout.specs
+        self._file = NewFile(path)
+        self._checksums: list[str] = []  # of the header and of the tensors that are complete
         self._filled_bytes = 0  # of the tensor being written
         self._checksum = Checksum()
-        self._file: BinaryIO | None = None
 
     def __enter__(self) -> SafetensorsWriter:
+        self._file.__enter__()
         try:
-            # "x": names are drawn at random, so a file that is there belongs to somebody else.
-            self._file = open(self.path, "xb", buffering=0)
-        except OSError as error:
-            raise _write_error(self.path, error) from error
-        try:
-            self._write_bytes(memoryview(self._header))
-            self._skip_finished()
-        except BaseException:
-            self._discard()
+            self._file.write(self.layout.header)
+        except BaseException as error:
+            self._file.__exit__(type(error), error, None)
             raise
+        self._checksums.append(checksum(self.layout.header))
+        self._skip_finished()
         return self
 
     def write(self, tensor: Tensor) -> None:
         """Append the elements of `tensor` (any shape and device, the dtype of the spec in turn)."""
         for chunk in cpu_chunks(tensor):
-            assert len(self.stored) < len(self.specs), f"{self.path}: more data than the header announces"
-            spec = self.specs[len(self.stored)]
+            assert not self._is_complete, f"{self.path}: more data than the header announces"
+            spec = self.specs[len(self._checksums) - 1]
             assert chunk.dtype == spec.dtype, (spec, chunk.dtype)
             view = bytes_of(chunk)
             self._filled_bytes += len(view)
             assert self._filled_bytes <= spec.num_bytes, (spec, self._filled_bytes)
             self._checksum.add(view)
-            self._write_bytes(view)
+            self._file.write(view)
             self._skip_finished()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._file is not None, "left without being entered"
-        if error is not None:
-            self._discard()
-            return
-        try:
-            assert len(self.stored) == len(self.specs), (
-                f"{self.path}: {len(self.stored)} of {len(self.specs)}"
-            )
-            os.fsync(self._file.fileno())
-            self._file.close()
-        except OSError as failure:
-            self._discard()
-            raise _write_error(self.path, failure) from failure
-        except BaseException:
-            self._discard()
-            raise
+        if error is None and not self._is_complete:
+            error = AssertionError(f"{self.path}: less data than the header announces")
+            self._file.__exit__(type(error), error, None)
+            raise error
+        self._file.__exit__(kind, error, trace)
 
     def written(self) -> WrittenFile:
-        """Return what was written, in the order of `specs`."""
-        return WrittenFile(self.num_bytes, checksum(self._header), list(self.stored))
+        """Return what was written."""
+        return self.layout.written(self._checksums)
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._checksums) == 1 + len(self.specs)
 
     def _skip_finished(self) -> None:
-        """Record the tensor that is complete now, and the empty ones after it."""
-        while len(self.stored) < len(self.specs):
-            spec = self.specs[len(self.stored)]
-            if self._filled_bytes < spec.num_bytes:
-                return
-            offset_bytes = self.num_bytes - spec.num_bytes
-            numel = math.prod(spec.shape)
-            self.stored.append(StoredTensor(spec.key, numel, spec.dtype, str(self._checksum), offset_bytes))
+        """Note the tensor that is complete now, and the empty ones after it."""
+        while not self._is_complete and self._filled_bytes == self.specs[len(self._checksums) - 1].num_bytes:
+            self._checksums.append(str(self._checksum))
             self._filled_bytes = 0
             self._checksum = Checksum()
 
-    def _write_bytes(self, view: memoryview) -> None:
-        assert self._file is not None, "written to without being entered"
-        written_bytes = 0
-        try:
-            while written_bytes < len(view):  # one write may take less than all, and at most 2 GiB on Linux
-                written_bytes += self._file.write(view[written_bytes : written_bytes + CHUNK_BYTES])
-        except OSError as error:
-            raise _write_error(self.path, error) from error
-        self.num_bytes += written_bytes
 
-    def _discard(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self.path.unlink(missing_ok=True)
+class RankFile:
+    """The file that one rank is to write.
+
+    Attributes:
+        layout: What it is going to be.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        metadata: Mapping[str, str],
+    ) -> None:
+        """Lay the file out.
+
+        Args:
+            path: A file that does not exist yet.
+            tensors: Key and tensor, on any device.
+            metadata: For the header; see `records.file_metadata`.
+
+        Shapes:
+            tensors [numel] each; others are stored flattened
+        Raises:
+            CheckpointError: A dtype cannot be stored, a key appears twice.
+        """
+        self._named = dict(_unique(path, tensors.items() if isinstance(tensors, Mapping) else tensors))
+        specs = [TensorSpec(key, (tensor.numel(),), tensor.dtype) for key, tensor in self._named.items()]
+        self._writer = SafetensorsWriter(path, specs, metadata)
+        self.layout = self._writer.layout
+
+    def write(self) -> WrittenFile:
+        """Write it, one tensor at a time, in pieces of 64 MiB, and flush it to the disk.
+
+        Raises:
+            CheckpointError: The disk is full, the folder is not writable. The file is removed again.
+        """
+        with self._writer:
+            for spec in self.layout.specs:
+                self._writer.write(self._named[spec.key])
+        return self._writer.written()
+
+    def placed(self) -> list[tuple[int, Tensor]]:
+        """Return what the file consists of, each with its first byte there: the header, then the tensors."""
+        header = torch.frombuffer(bytearray(self.layout.header), dtype=torch.uint8)
+        tensors = [self._named[spec.key] for spec in self.layout.specs]
+        return list(zip([0, *self.layout.ends], [header, *tensors], strict=False))
 
 
 def write_rank_file(
@@ -182,29 +237,8 @@ def write_rank_file(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     metadata: Mapping[str, str],
 ) -> WrittenFile:
-    """Write flat tensors to a new file, one at a time, and flush it to the disk.
-
-    Args:
-        path: A file that does not exist yet. It is removed again if anything fails.
-        tensors: Key and tensor; tensors may lie on any device and are copied to the host in pieces of 64 MiB.
-        metadata: For the header; see `records.file_metadata`.
-
-    Returns:
-        What was written, with one record a tensor, in the order given.
-
-    Shapes:
-        tensors [numel] each; others are stored flattened
-    Raises:
-        CheckpointError: The disk is full, the folder is not writable, a dtype cannot be stored, a key
-            appears twice.
-    """
-    named = dict(_unique(path, tensors.items() if isinstance(tensors, Mapping) else tensors))
-    specs = [TensorSpec(key, (tensor.numel(),), tensor.dtype) for key, tensor in named.items()]
-    with SafetensorsWriter(path, specs, metadata) as writer:
-        for spec in writer.specs:
-            writer.write(named[spec.key])
-    by_key = {stored.key: stored for stored in writer.stored}
-    return writer.written()._replace(tensors=[by_key[key] for key in named])
+    """Write a rank's file; see `RankFile`."""
+    return RankFile(path, tensors, metadata).write()
 
 
 def _unique(path: Path, items: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -246,14 +280,6 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
             fix="Save fewer tensors a file: use more ranks, or a smaller `max_shard_size_bytes`.",
         )
     return len(text).to_bytes(8, "little") + text
-
-
-def _write_error(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        what=f"{path} could not be written: {error.strerror or error}.",
-        why="The system refused it. The unfinished file was removed; an earlier checkpoint is untouched.",
-        fix="Check free space, quota and permissions of the folder, then save again.",
-    )
 
 
 # -- reading --

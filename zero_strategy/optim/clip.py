@@ -65,6 +65,20 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (norm + _EPS), max=1.0)
 
 
+def require_bound(bound: float, by: str) -> None:
+    """Refuse what is no bound on a size: by a negative one gradients would change sign.
+
+    Raises:
+        ConfigError: It is below 0, or NaN.
+    """
+    if not bound >= 0:
+        raise ConfigError(
+            what=f"Gradients cannot be clipped by a {by} of {bound}.",
+            why=f"The largest {by} allowed is 0 or more.",
+            fix="Pass a number above 0, or do not clip.",
+        )
+
+
 def require_finite(norm: Tensor, norm_type: float) -> None:
     """Refuse to clip by a norm that is NaN or infinite; it is the same on all ranks.
 

@@ -30,6 +30,8 @@ class Ownership:
     Attributes:
         optimizers: In the order of `shard_optimizer`.
         takes_gradients: Whether the engine takes gradients now; if not, anybody may step.
+        num_steps: Steps so far of all of them, skipped ones included, since all ranks had the same weights
+            from elsewhere; the same on all ranks where they train as one.
     """
 
     def __init__(self, places: Mapping[nn.Parameter, Place]) -> None:
@@ -42,7 +44,7 @@ class Ownership:
         self.takes_gradients = True
         self._places = places
         self._ids = frozenset(map(id, places))  # hashing a tensor is slow
-        self._num_steps = 0
+        self.num_steps = 0
         self._has_told = False
         # torch's hook for all optimizers must not keep the engine alive.
         handle = register_optimizer_step_pre_hook(partial(_before_any_step, weakref.ref(self)))
@@ -72,9 +74,9 @@ class Ownership:
 
     def note_step(self) -> None:
         """After a step: say once which parameters get gradients and are in no optimizer."""
-        self._num_steps += 1
+        self.num_steps += 1
         # Parameters may be used for the first time in a later step: now and then will do.
-        if self._has_told or self._num_steps & (self._num_steps - 1):
+        if self._has_told or self.num_steps & (self.num_steps - 1):
             return
         held = {id(param) for optimizer in self.optimizers for param in optimizer.params()}
         names = [

@@ -15,6 +15,7 @@ class: see [Note: Late parameters] in late.py.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
@@ -59,6 +60,7 @@ class Publisher:
         self._numel = 0
         self._late: dict[Bucket, None] = {}
         self._failure: ShardingError | None = None
+        self._pid = os.getpid()
         self._lock = RLock()  # a thread of the user's may read a weight while the main one waits
         self._needs: dict[nn.Module, list[nn.Parameter]] = {}  # what a module with a hook waits for
         self._is_compiled = False
@@ -161,6 +163,8 @@ class Publisher:
         if self._failure is not None:
             raise self._failure
         bucket, numel, handle = self._under_way[0]
+        if os.getpid() != self._pid:
+            raise _forked(bucket)
         try:
             handle.wait(for_all_streams=bucket in self._late)
         except BaseException as error:
@@ -189,4 +193,16 @@ def _interrupted(bucket: Bucket) -> ShardingError:
         why="After a step every rank holds its shard of the new weights, and the others' shards have not all "
         "come in.",
         fix="End all ranks and resume from a checkpoint.",
+    )
+
+
+def _forked(bucket: Bucket) -> ShardingError:
+    # Threads do not survive a fork: nobody would ever finish the gather here.
+    return ShardingError(
+        what=f"The weights of bucket {bucket.name!r} were used in a process that was forked while they were "
+        "under way.",
+        why="After a step the ranks exchange the new weights while the program goes on, and a forked process "
+        "is no rank: it receives nothing.",
+        fix="Call engine.wait_for_weights() before the fork (before the DataLoader is iterated, if it is a "
+        "worker that reads them), or set overlap_comm to false.",
     )

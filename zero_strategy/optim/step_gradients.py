@@ -19,7 +19,7 @@ from zero_strategy.comm.collectives import Collectives
 from zero_strategy.errors import ShardingError
 from zero_strategy.log import log_event, log_once
 from zero_strategy.loss_scaler import LossScaler
-from zero_strategy.optim.clip import Scaled, clip_coefficient, global_norm, require_finite
+from zero_strategy.optim.clip import Scaled, clip_coefficient, global_norm, require_bound, require_finite
 from zero_strategy.optim.overflow import any_overflow, floor_error
 
 Wanted = Mapping[Bucket, set[int]]  # some parameters, as indices by bucket
@@ -86,6 +86,7 @@ class StepGradients:
             max_norm: Its bound; `inf` leaves the gradients alone.
             only: Which parameters; None for all.
         """
+        require_bound(max_norm, "norm")
         only_measures = max_norm == math.inf
         if not self._may_clip(only_measures):
             return
@@ -99,6 +100,7 @@ class StepGradients:
 
     def clip_value(self, clip_value: float, only: Wanted | None = None) -> None:
         """Clamp every element; of some parameters, or of all."""
+        require_bound(clip_value, "value")
         if not self._may_clip():
             return
         for grad in self._all(only):

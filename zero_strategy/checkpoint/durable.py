@@ -1,0 +1,108 @@
+"""A new file that is either on the disk as a whole or not there, and the checksums of what goes into it.
+
+One way to write for whoever writes: a rank by itself, and its writer process (writer_process.py), which
+starts with this module and must not wait for torch. So this imports nothing that imports torch, and knows
+bytes only.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from xxhash import xxh3_64
+
+from zero_strategy.errors import CheckpointError
+
+CHUNK_BYTES = 64 * 2**20  # bytes moved at once: large enough for full disk speed, small beside any model
+
+
+class Checksum:
+    """The checksum of bytes that come in parts: the 64 bits of XXH3, which reads memory at its full speed.
+
+    It finds every accident; it is no proof against somebody who wants to deceive.
+    Source: https://github.com/Cyan4973/xxHash.
+    """
+
+    def __init__(self) -> None:
+        self._state = xxh3_64()
+
+    def add(self, data: memoryview | bytes) -> None:
+        """Continue with the bytes that follow."""
+        self._state.update(data)
+
+    def __str__(self) -> str:
+        return f"xxh3:{self._state.hexdigest()}"
+
+
+class NewFile:
+    """A file that is written front to back.
+
+    Usage::
+
+        with NewFile(path) as file:
+            file.write(view)
+
+    Leaving the block flushes the file to the disk. An error inside it removes the file.
+
+    Attributes:
+        num_bytes: Written so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_bytes = 0
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> NewFile:
+        try:
+            # "x": names are drawn at random, so a file that is there belongs to somebody else.
+            self._file = open(self.path, "xb", buffering=0)
+        except OSError as error:
+            raise _write_error(self.path, error) from error
+        return self
+
+    def write(self, view: memoryview | bytes) -> None:
+        """Append bytes.
+
+        Raises:
+            CheckpointError: The system refuses.
+        """
+        assert self._file is not None, "written to without being entered"
+        view = memoryview(view)
+        written_bytes = 0
+        try:
+            while written_bytes < len(view):  # one write may take less than all, and at most 2 GiB on Linux
+                written_bytes += self._file.write(view[written_bytes : written_bytes + CHUNK_BYTES])
+        except OSError as error:
+            raise _write_error(self.path, error) from error
+        self.num_bytes += written_bytes
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._file is not None, "left without being entered"
+        if error is not None:
+            self._discard()
+            return
+        try:
+            os.fsync(self._file.fileno())
+            self._file.close()
+        except OSError as failure:
+            self._discard()
+            raise _write_error(self.path, failure) from failure
+
+    def _discard(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+def _write_error(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        what=f"{path} could not be written: {error.strerror or error}.",
+        why="The system refused it. The unfinished file was removed; an earlier checkpoint is untouched.",
+        fix="Check free space, quota and permissions of the folder, then save again.",
+    )
