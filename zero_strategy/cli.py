@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_ERROR = 0, 2  # 2 is what argparse itself uses
 MAX_LISTED_PARAMS = 40  # lines; a screenful, `--all` shows the rest
 
+CHECKPOINT_HELP = "the checkpoint's folder, or one of several with a file `latest`; only read"
+
 _DTYPE_SHORT = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -47,8 +49,13 @@ Then, without zero_strategy:
 _INSPECT_EXAMPLES = """
 examples:
   zero-strategy inspect runs/step-1000
-  zero-strategy inspect runs/step-1000 --verify
+  zero-strategy inspect runs
   zero-strategy inspect runs/step-1000 --json
+"""
+_VERIFY_EXAMPLES = """
+examples:
+  zero-strategy verify runs/step-1000
+  zero-strategy verify runs || echo "the latest checkpoint is damaged"
 """
 _EXPLAIN_EXAMPLES = """
 examples:
@@ -113,22 +120,32 @@ def _consolidate(parsed: argparse.Namespace) -> int:
 
 def _inspect(parsed: argparse.Namespace) -> int:
     from zero_strategy.checkpoint.format import CheckpointReader
-    from zero_strategy.checkpoint.inspection import find_damage, render, summarize
+    from zero_strategy.checkpoint.inspection import render, summarize
 
     with CheckpointReader(parsed.checkpoint) as reader:
-        damage = find_damage(reader) if parsed.verify else []
         if parsed.json:
             summary = summarize(reader.manifest)._asdict()
             summary["optimizers"] = [optimizer._asdict() for optimizer in summary["optimizers"]]
-            if parsed.verify:
-                summary["damage"] = [error.what for error in damage]
             print(json.dumps(summary, indent=2))
         else:
             print(render(reader.manifest, max_params=None if parsed.all else MAX_LISTED_PARAMS))
-            if parsed.verify and not damage:
-                print("\nverified: every stored byte is as it was written")
-    for error in damage:
-        print(f"error: {error}", file=sys.stderr)
+    return EXIT_OK
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    from zero_strategy.checkpoint.format import CheckpointReader
+    from zero_strategy.checkpoint.inspection import find_damage
+
+    with CheckpointReader(parsed.checkpoint, check_files=False) as reader:
+        damage = find_damage(reader)
+    num_bytes = sum(record.num_bytes for record in reader.manifest.files.values())
+    if parsed.json:
+        found = [part._asdict() for part in damage]
+        print(json.dumps({"folder": str(reader.folder), "num_bytes": num_bytes, "damage": found}, indent=2))
+    elif not damage:
+        print(f"{reader.folder}: all {num_bytes:,} bytes are as they were written")
+    for part in damage:
+        print(f"damaged: {part}", file=sys.stderr)
     return EXIT_ERROR if damage else EXIT_OK
 
 
@@ -167,6 +184,7 @@ def _build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_consolidate(commands)
     _add_inspect(commands)
+    _add_verify(commands)
     _add_explain(commands)
     commands.add_parser(
         "launch",
@@ -185,7 +203,7 @@ def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParse
         epilog=_CONSOLIDATE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("checkpoint", metavar="CKPT", type=Path, help="the checkpoint folder; only read")
+    command.add_argument("checkpoint", metavar="CKPT", type=Path, help=CHECKPOINT_HELP)
     command.add_argument(
         "out", metavar="OUT", type=Path, help="the folder to write: new, empty, or an earlier output of CKPT"
     )
@@ -219,16 +237,29 @@ def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParse
 def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "inspect",
-        help="show what a checkpoint holds, or verify it",
+        help="show what a checkpoint holds",
         description="Show parameters, optimizers and files of a checkpoint. All file headers are checked.",
         epilog=_INSPECT_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("checkpoint", metavar="CKPT", type=Path, help="the checkpoint folder; only read")
-    command.add_argument("--verify", action="store_true", help="read all data and compare its checksums")
+    command.add_argument("checkpoint", metavar="CKPT", type=Path, help=CHECKPOINT_HELP)
     command.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     command.add_argument("--all", action="store_true", help=f"list more than {MAX_LISTED_PARAMS} parameters")
     command.set_defaults(run=_inspect)
+
+
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "verify",
+        help="read every byte of a checkpoint and compare all checksums",
+        description="Say which elements of which tensor in which file are not as they were written. The exit "
+        "code is 2 if there are any.",
+        epilog=_VERIFY_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("checkpoint", metavar="CKPT", type=Path, help=CHECKPOINT_HELP)
+    command.add_argument("--json", action="store_true", help="print a JSON object")
+    command.set_defaults(run=_verify)
 
 
 def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -20,7 +20,7 @@ from zero_strategy.checkpoint import full_weights
 from zero_strategy.checkpoint.export import DEFAULT_SHARD_SIZE_BYTES, ExportOptions
 from zero_strategy.checkpoint.opened import OpenCheckpoint
 from zero_strategy.checkpoint.parts import Parts
-from zero_strategy.checkpoint.save import save
+from zero_strategy.checkpoint.save import Destination, save
 from zero_strategy.checkpoint.sixteen_bit import save_16bit
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.config import ZeroConfig
@@ -183,30 +183,44 @@ class EngineState:
     # -- checkpoints --
 
     def save_checkpoint(
-        self, path: str | os.PathLike[str], extra: Any = None, *, weights_only: bool = False
+        self,
+        path: str | os.PathLike[str],
+        extra: Any = None,
+        *,
+        tag: str | None = None,
+        keep_last: int | None = None,
+        weights_only: bool = False,
     ) -> None:
         """Write weights, masters, optimizers and `extra` into a folder. Collective.
 
+        A folder that was not there before is there when it is complete. A checkpoint that was there stays
+        valid until the new one is complete.
+
         Args:
-            path: The folder; made if missing. A checkpoint that is there stays valid until the new one is
-                complete.
+            path: The folder; with a tag the outer one, in which `path/tag` is written and then named by the
+                file `path/latest`.
             extra: Nested dicts and lists of JSON values and tensors. Rank 0's is kept.
+            tag: Such as "step-100".
+            keep_last: Delete the oldest complete checkpoints in `path` until so many are left, the new one
+                counted; None keeps all. What is damaged, or holds files that no save wrote, is not deleted.
             weights_only: Leave the optimizers out.
 
         Raises:
             CheckpointError: Something cannot be written; on all ranks.
+            ConfigError: The tag or `keep_last` cannot be used.
         """
         self._require_all_intact("save_checkpoint")
         parts = self.parts()
         if weights_only:
             parts = parts._replace(optimizers=[], averages=[])
-        save(parts, os.fspath(path), extra)
+        save(parts, Destination(os.fspath(path), tag, keep_last), extra)
 
-    def load_checkpoint(self, path: str | os.PathLike[str]) -> Any:
+    def load_checkpoint(self, path: str | os.PathLike[str], tag: str | None = None) -> Any:
         """Take over a checkpoint, saved at whatever world size, stage and bucket size. Collective.
 
         Args:
-            path: The folder that `save_checkpoint` wrote; the same on all ranks.
+            path: The folder that `save_checkpoint` wrote, or the outer one of several; the same on all ranks.
+            tag: Of one in the outer folder; None: the one that `latest` names, else the only one there is.
 
         Returns:
             The `extra` it was saved with.
@@ -214,15 +228,15 @@ class EngineState:
         Raises:
             CheckpointError: It is missing, incomplete, damaged, or of another model; on all ranks.
         """
-        with self.open_checkpoint(path) as opened:
+        with self.open_checkpoint(path, tag) as opened:
             return opened.load_all()
 
-    def open_checkpoint(self, path: str | os.PathLike[str]) -> OpenCheckpoint:
+    def open_checkpoint(self, path: str | os.PathLike[str], tag: str | None = None) -> OpenCheckpoint:
         """Open a checkpoint to take it over in steps, as `load_checkpoint` does at once. Collective."""
         self.averages.require_out()
         self.wait_for_weights()
         self._ownership.num_steps = 0
-        return OpenCheckpoint(self.parts(), os.fspath(path))
+        return OpenCheckpoint(self.parts(), os.fspath(path), tag)
 
     def parts(self) -> Parts:
         """Return what checkpoints and averages are made of."""

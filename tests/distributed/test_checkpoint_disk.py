@@ -250,5 +250,5 @@ def test_the_manifest_names_what_a_reader_needs(tmp_path: Path) -> None:
     assert optimizer["class"] == "AdamW"
     assert [group["betas"] for group in optimizer["param_groups"]] == [[0.9, 0.999], [0.8, 0.95]]
     assert "embed.weight" in optimizer["param_groups"][0]["params"]
-    assert main(["inspect", str(folder), "--verify"]) == 0
+    assert main(["verify", str(folder)]) == 0
     assert os.listdir(folder)

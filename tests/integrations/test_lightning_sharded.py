@@ -367,6 +367,9 @@ def test_what_cannot_be_a_checkpoint_is_refused_on_all_ranks(tmp_path: Path) -> 
             (tmp_path / "damaged.ckpt").write_bytes(content[:2000])
             (tmp_path / "half.ckpt").write_bytes(content[: len(content) // 2])
         dist.barrier()
+    with subtest("the outer folder of one checkpoint loads"):
+        make_trainer(zero(1)).validate(TinyModule(), loader(1), ckpt_path=tmp_path / "runs", verbose=False)
+        folder.save_checkpoint(tmp_path / "runs" / "other")
     before = (tmp_path / "file.ckpt").read_bytes()
     with subtest("a file over a folder"), expect_error(zs.CheckpointError, ["is a folder", "sharded"]):
         full.save_checkpoint(tmp_path / "runs" / "folder")
@@ -379,7 +382,7 @@ def test_what_cannot_be_a_checkpoint_is_refused_on_all_ranks(tmp_path: Path) -> 
         folder.save_checkpoint(tmp_path / "other", storage_options={"a": 1})
     paths = {
         "missing.ckpt": ["missing.ckpt", "does not exist"],
-        "runs": ["incomplete", "Did you mean", "folder"],
+        "runs": ["holds 2 checkpoints: folder, other"],
         "raw.pt": ["no checkpoint of a Trainer", "first.weight"],
         "damaged.ckpt": ["damaged.ckpt", "cannot be read", "damaged"],
         "half.ckpt": ["half.ckpt", "cannot be read", "damaged"],
@@ -419,7 +422,7 @@ def test_model_checkpoint_keeps_links_and_deletes_folders(
     run_ranks(save_with_callback, 2, {"folder": tmp_path})
     folder = tmp_path / "last.ckpt"
     # What the command line does with a folder of a Trainer.
-    assert main(["inspect", str(folder), "--verify"]) == 0 and "every stored byte" in capsys.readouterr().out
+    assert main(["verify", str(folder)]) == 0 and "as they were written" in capsys.readouterr().out
     assert main(["consolidate", str(folder), str(tmp_path / "out")]) == 0
     with CheckpointReader(folder) as reader:
         assert reader.manifest.stage == 3 and "lightning" in str(reader.manifest.extra)

@@ -265,11 +265,10 @@ def test_a_wrong_folder_is_told_apart_from_a_damaged_one(tmp_path: Path) -> None
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="is a file"):
         Manifest.read(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="incomplete"):
+        Manifest.read(tmp_path / "empty")
     save(tmp_path / "runs" / "step-10", {"w": torch.zeros(3)}, world_size=1)
-    with pytest.raises(CheckpointError) as caught:
-        Manifest.read(tmp_path / "runs")
-    assert "incomplete" in caught.value.what
-    assert f"Did you mean {tmp_path / 'runs' / 'step-10'}?" in caught.value.fix
     with CheckpointReader(tmp_path / "runs" / "step-10") as reader, pytest.raises(CheckpointError) as caught:
         reader.read("model/v")
     assert "'model/v'" in caught.value.what

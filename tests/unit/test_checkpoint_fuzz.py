@@ -99,7 +99,7 @@ def test_a_spoilt_folder_is_refused_or_loads_as_it_was_saved(tmp_path: Path) -> 
         for data in spoilt(original, seed=number):
             path.write_bytes(data)
             try:
-                with CheckpointReader(folder) as reader:
+                with CheckpointReader(folder, check_files=False) as reader:
                     damage = find_damage(reader)
                     values = {name: reader.read_tensor(name) for name in reader.manifest.tensors}
                     decode_extra(reader.manifest.extra, reader.read_tensor)

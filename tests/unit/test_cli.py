@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.synthetic_checkpoint import Description, save, small_state
+from zero_strategy.checkpoint.format import Manifest
+from zero_strategy.checkpoint.safetensors_io import SafetensorsFile
 from zero_strategy.cli import main, parse_size_bytes
 from zero_strategy.errors import ConfigError
 
@@ -65,31 +67,78 @@ def test_inspect_lists_a_screenful_unless_all_is_asked_for(
 
 
 def test_inspect_json_is_one_json_object(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(checkpoint), "--json", "--verify"]) == 0
+    assert main(["inspect", str(checkpoint), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["world_size"] == 3
     # 105 * 4 + 15 * 2 + 4 + 0 + 13 + 11 * 8
     assert document["bytes_by_kind"]["model"] == 555
     assert document["optimizers"][0]["groups"] == [{"lr": 1e-4, "params": 4}]
-    assert document["damage"] == []
 
 
-def test_verify_names_every_damaged_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(checkpoint), "--verify"]) == 0
-    assert "every stored byte is as it was written" in capsys.readouterr().out
+def test_verify_names_the_elements_of_every_tensor_that_is_damaged(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    num_bytes = sum(path.stat().st_size for path in checkpoint.glob("rank-*"))
+    assert main(["verify", str(checkpoint)]) == 0
+    assert capsys.readouterr().out == f"{checkpoint}: all {num_bytes:,} bytes are as they were written\n"
     damaged = []
-    for path in checkpoint.glob("rank-*"):
-        content = bytearray(path.read_bytes())
-        if content[-1:] != b"}" and b"data_offsets" in content:
-            content[-1] ^= 0x80
-            path.write_bytes(content)
-            damaged.append(path.name)
-    assert len(damaged) >= 2
+    for name, entry in Manifest.read(checkpoint).tensors.items():
+        for piece in entry.pieces[-1:]:
+            with open(checkpoint / piece.file, "r+b") as file:
+                content = file.read()
+                offset = SafetensorsFile(checkpoint / piece.file).tensors[piece.key].offset_bytes
+                file.seek(offset)
+                file.write(bytes([content[offset] ^ 0x80]))
+            damaged.append((piece.file, name, piece.start, piece.stop))
+    assert len(damaged) == 5  # the empty one has no byte to damage
     assert main(["inspect", str(checkpoint)]) == 0  # the headers are as they were
-    assert main(["inspect", str(checkpoint), "--verify"]) == 2
+    capsys.readouterr()
+    assert main(["verify", str(checkpoint)]) == 2
     captured = capsys.readouterr()
-    assert all(f"error: {name}" in captured.err for name in damaged)
-    assert "every stored byte" not in captured.out
+    assert captured.out == ""
+    lines = {line for line in captured.err.splitlines() if line.startswith("damaged: ")}
+    assert len(lines) == len(damaged)
+    for file, name, start, stop in damaged:
+        assert any(
+            line.startswith(f"damaged: {file}, elements {start} to {stop} of {name!r}: ") for line in lines
+        )
+    assert main(["verify", str(checkpoint), "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_bytes"] == num_bytes
+    assert sorted(
+        (part["file"], part["tensor"], part["start"], part["stop"]) for part in found["damage"]
+    ) == sorted(damaged)
+
+
+def test_verify_goes_on_after_a_file_that_is_lost(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, _ = sorted(checkpoint.glob("rank-*"))
+    os.truncate(first, first.stat().st_size - 1)
+    content = bytearray(second.read_bytes())
+    content[-1] ^= 1
+    second.write_bytes(content)
+    assert main(["verify", str(checkpoint)]) == 2
+    errors = capsys.readouterr().err
+    assert f"damaged: {first.name}: " in errors and "was written with" in errors
+    assert f"damaged: {first.name}, elements 0 to " in errors
+    assert f"damaged: {second.name}, elements " in errors
+
+
+def test_commands_take_the_outer_folder_of_several_checkpoints(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "other", {"w": torch.zeros(2)}, 1)
+    for command in (["inspect"], ["verify"], ["consolidate", str(tmp_path / "out")]):
+        assert main([command[0], str(tmp_path), *command[1:]]) == 2
+        assert "holds 2 checkpoints: checkpoint, other" in capsys.readouterr().err
+    (tmp_path / "latest").write_text("other\n")
+    assert main(["verify", str(tmp_path)]) == 0
+    assert f"{tmp_path / 'other'}: all" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "1 with 2 elements" in capsys.readouterr().out
+    assert main(["consolidate", str(tmp_path), str(tmp_path / "out")]) == 0
+    assert list(load_file(tmp_path / "out" / "model.safetensors")) == ["w"]
 
 
 def test_consolidate_writes_the_folder_and_reports_it(
@@ -149,7 +198,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 
 def test_help_names_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("consolidate", "inspect"):
+    for command in ("consolidate", "inspect", "verify"):
         with pytest.raises(SystemExit) as caught:
             main([command, "--help"])
         assert caught.value.code == 0

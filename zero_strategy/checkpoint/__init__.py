@@ -1,12 +1,13 @@
 """Checkpoints: the folder format, saving and loading, Hugging Face export.
 
 Order of imports, lowest first: `durable` (new files), `writer_process`, `host_copy` and `background` (files
-written beside the training), `elements` (bytes), `safetensors_io` (one file), `records` (the records of
-the index), `extra` (the user's own state), `manifest` (the index of a folder), `format` (reading a folder by
-name and range; the names of all of the above), `inspection` (a folder as a table), `hf` (what a Hugging Face
-folder needs), `full_weights` (whole weights of a running engine), `parts` (what of an engine goes into a
-checkpoint), `together` (so that all ranks raise if one fails), `stored_weights`, `opened` (loading), `save`.
-Whole weights for others: `streamed` (a tensor chunk by chunk), `output_file`, `torch_archive`,
-`export_selection` (names), `weight_files`, `export_target` (the folder), `export`, `consolidate`,
-`sixteen_bit`. Up to `format` nothing knows what a bucket is.
+written beside the training), `elements` (bytes), `safetensors_io` (one file), `records` (the records of the
+index), `extra` (the user's own state), `manifest` (the index of a folder), `staging` (how a save gets into
+its place), `tags` (several in one folder), `format` (reading a folder by name and range; the names of all of
+the above), `inspection` (a folder as a table), `hf` (what a Hugging Face folder needs), `full_weights` (whole
+weights of a running engine), `parts` (what of an engine goes into a checkpoint), `together` (so that all
+ranks raise if one fails), `stored_weights`, `opened` (loading), `save`. Whole weights for others: `streamed`
+(a tensor chunk by chunk), `output_file`, `torch_archive`, `export_selection` (names), `weight_files`,
+`export_target` (the folder), `export`, `consolidate`, `sixteen_bit`. Up to `format` nothing knows what a
+bucket is.
 """

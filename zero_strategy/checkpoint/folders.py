@@ -5,6 +5,7 @@ Used by the checkpoint and by what is exported from one. Knows nothing of what i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -18,8 +19,12 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-def lock_folder(folder: Path) -> int | None:
+def lock_folder(folder: Path, subject: Path | None = None) -> int | None:
     """Keep other saves out of a folder; each would take the files of the other for leftovers and delete them.
+
+    Args:
+        folder: The folder to lock.
+        subject: What is being saved, for the message; None: the folder.
 
     Returns:
         A file descriptor whose closing ends the lock, as does the end of the process; None where the system
@@ -36,7 +41,7 @@ def lock_folder(folder: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         raise CheckpointError(
-            what=f"Another save into {folder} is going on.",
+            what=f"Another save into {subject or folder} is going on.",
             why="Two saves into one folder would take each other's files for leftovers.",
             fix="Wait for it, or save into another folder. What the folder held before is untouched.",
         ) from None
@@ -44,6 +49,45 @@ def lock_folder(folder: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def make_folder(folder: Path, *, may_exist: bool) -> None:
+    """Make a folder, and those above it, so that they survive a power cut.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    if not folder.parent.exists():
+        make_folder(folder.parent, may_exist=True)
+    if not may_exist or not folder.is_dir():
+        folder.mkdir(exist_ok=may_exist)
+        sync_folder(folder.parent)
+
+
+def replace_file(path: Path, content: bytes, temporary: Path) -> None:
+    """Put a file into its place in one step: whoever looks sees the old content or the new one.
+
+    Args:
+        path: The file.
+        content: What it is to hold.
+        temporary: A name in the same folder to write under; what an earlier attempt left there is replaced.
+
+    Raises:
+        OSError: It cannot be written; `path` is as it was.
+    """
+    try:
+        with open(temporary, "wb") as file:  # plain open: permissions as the umask says
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    # From here on the content is the new one: a failure must not be reported as if it were not.
+    with contextlib.suppress(OSError):
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -37,6 +37,7 @@ from zero_strategy.checkpoint.records import (
     rank_file_name,
 )
 from zero_strategy.checkpoint.safetensors_io import SafetensorsFile, StoredTensor, write_rank_file
+from zero_strategy.checkpoint.tags import choose, with_others
 from zero_strategy.errors import CheckpointError
 
 __all__ = [
@@ -138,21 +139,24 @@ class CheckpointReader:
         self,
         folder: str | os.PathLike[str],
         *,
-        manifest: Manifest | None = None,
+        tag: str | None = None,
         check_files: bool = True,
     ) -> None:
         """Open a checkpoint.
 
         Args:
-            folder: The checkpoint.
-            manifest: Its manifest where the caller has it already (it is trusted), else it is read.
+            folder: The checkpoint, or the outer folder of several.
+            tag: Of one in the outer folder; None: see `tags.choose`.
             check_files: Check all files before the first read; otherwise each is checked when first needed.
 
         Raises:
-            CheckpointError: See `Manifest.read`.
+            CheckpointError: See `Manifest.read` and `tags.choose`. Complete ones beside it are named.
         """
-        self.folder = Path(folder)
-        self.manifest = manifest or Manifest.read(self.folder, check_files=check_files)
+        self.folder = Path(folder, choose(folder, tag) or "")
+        try:
+            self.manifest = Manifest.read(self.folder, check_files=check_files)
+        except CheckpointError as error:
+            raise with_others(error, self.folder) from error
         self._open_files: dict[str, SafetensorsFile] = {}  # least recently used first
 
     def __enter__(self) -> CheckpointReader:
@@ -291,5 +295,5 @@ class CheckpointReader:
                 f"{entry.name!r} are not what was saved.",
                 why=f"Their checksum is {found}, and {piece.checksum} was recorded when they were written.",
                 fix="Use another copy of the checkpoint folder, or an earlier checkpoint. "
-                f"`zero-strategy inspect --verify {self.folder}` lists every damaged part.",
+                f"`zero-strategy verify {self.folder}` lists every damaged part.",
             )

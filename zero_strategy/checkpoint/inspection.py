@@ -5,12 +5,13 @@ Called by the command line. It reads the manifest and, to verify, the data; it c
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from pydantic import JsonValue
 from tqdm import tqdm
 
-from zero_strategy.checkpoint.format import CheckpointReader, Manifest, TensorEntry, model_tensor_name
+from zero_strategy.checkpoint.format import CheckpointReader, Manifest, Piece, TensorEntry, model_tensor_name
 from zero_strategy.errors import CheckpointError
 
 
@@ -19,6 +20,20 @@ class OptimizerSummary(NamedTuple):
 
     class_name: str
     groups: list[dict[str, JsonValue]]  # hyper-parameters, and "params" as a count
+
+
+class Damage(NamedTuple):
+    """A part of a checkpoint that is not as it was written."""
+
+    file: str
+    tensor: str | None  # None: the whole file
+    start: int  # elements of the flattened tensor
+    stop: int
+    why: str
+
+    def __str__(self) -> str:
+        subject = "" if self.tensor is None else f", elements {self.start} to {self.stop} of {self.tensor!r}"
+        return f"{self.file}{subject}: {self.why}"
 
 
 class CheckpointSummary(NamedTuple):
@@ -64,20 +79,46 @@ def summarize(manifest: Manifest) -> CheckpointSummary:
     )
 
 
-def find_damage(reader: CheckpointReader) -> list[CheckpointError]:
-    """Read every stored byte and compare checksums; return one error for each damaged piece."""
-    errors: list[CheckpointError] = []
-    pieces = [(entry, piece) for entry in reader.manifest.tensors.values() for piece in entry.pieces]
-    pieces.sort(key=lambda item: (item[1].file, item[1].key, item[1].file_start))  # file after file
-    total_bytes = sum(_piece_bytes(entry, piece.numel) for entry, piece in pieces)
+def find_damage(reader: CheckpointReader) -> list[Damage]:
+    """Read every stored byte and compare all checksums; return what is not as it was written.
+
+    Args:
+        reader: Opened with `check_files=False`, or the first file that does not fit ends it.
+    """
+    manifest = reader.manifest
+    pieces: dict[str, list[tuple[TensorEntry, Piece]]] = {name: [] for name in manifest.files}
+    for entry in manifest.tensors.values():
+        for piece in entry.pieces:
+            pieces[piece.file].append((entry, piece))
+    damage: list[Damage] = []
+    total_bytes = sum(record.num_bytes for record in manifest.files.values())
     with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="verify", disable=None) as progress:
-        for entry, piece in pieces:
-            try:
-                reader.verify_piece(entry, piece)
-            except CheckpointError as error:
-                errors.append(error)
-            progress.update(_piece_bytes(entry, piece.numel))
-    return errors
+        for name, inside in pieces.items():
+            damage += _damage_of_file(reader, name, inside, progress.update)
+    return damage
+
+
+def _damage_of_file(
+    reader: CheckpointReader,
+    name: str,
+    inside: list[tuple[TensorEntry, Piece]],
+    advance: Callable[[int], object],  # by so many bytes
+) -> Iterator[Damage]:
+    """Yield what is damaged in one file: parts of tensors, or all of them if it is no longer that file."""
+    try:
+        file = reader.manifest.open_file(reader.folder, name)
+        file.close()
+    except (CheckpointError, OSError) as error:
+        yield Damage(name, None, 0, 0, error.why if isinstance(error, CheckpointError) else str(error))
+        yield from (Damage(name, e.name, p.start, p.stop, "The file cannot be used.") for e, p in inside)
+        return
+    offsets = {key: stored.offset_bytes for key, stored in file.tensors.items()}
+    for entry, piece in sorted(inside, key=lambda item: (offsets.get(item[1].key, 0), item[1].file_start)):
+        try:
+            reader.verify_piece(entry, piece)
+        except CheckpointError as error:
+            yield Damage(name, entry.name, piece.start, piece.stop, error.why)
+        advance(piece.numel * entry.torch_dtype.itemsize)
 
 
 def render(manifest: Manifest, *, max_params: int | None = None) -> str:
@@ -124,10 +165,6 @@ def _param_lines(manifest: Manifest, max_params: int | None) -> list[str]:
         for fqn, shape, dtype, note in rows
     ]
     return [line.rstrip() for line in lines] + hidden
-
-
-def _piece_bytes(entry: TensorEntry, numel: int) -> int:
-    return numel * entry.torch_dtype.itemsize
 
 
 def _size(num_bytes: int) -> str:

@@ -5,11 +5,11 @@ written rank files into the checkpoint. Called by `format`, `save`, `consolidate
 It reads no tensor data and does not know what a stage or a shard is.
 
 [Note: Commit by rename]
-A folder holds one checkpoint and is updated in place. Every save draws a new random `checkpoint_id`; the
-ranks write files that carry it in their names, beside those of the previous save. Only when all of them are
-on the disk does one rank rename a complete manifest over the old one. A crash before the rename leaves the
-old checkpoint whole, a crash after it leaves the new one whole, and what either left over is deleted by the
-next commit.
+A folder holds one checkpoint, and one that exists is updated in place. Every save draws a new random
+`checkpoint_id`; the ranks write files that carry it in their names, beside those of the previous save. Only
+when all of them are on the disk does one rank rename a complete manifest over the old one. A crash before the
+rename leaves the old checkpoint whole, a crash after it leaves the new one whole, and what either left over
+is deleted by the next commit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -32,7 +32,7 @@ from pydantic import (
 )
 
 from zero_strategy.checkpoint.elements import MAX_COUNT, checksum
-from zero_strategy.checkpoint.folders import sync_folder, to_readable_json
+from zero_strategy.checkpoint.folders import replace_file, sync_folder, to_readable_json
 from zero_strategy.checkpoint.records import (
     FORMAT,
     BufferRecord,
@@ -53,7 +53,10 @@ from zero_strategy.errors import CheckpointError
 MANIFEST_NAME = "manifest.json"
 VERSION: Final = 1
 
-_OWN_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}-[0-9a-f]{16}\.safetensors|manifest\.json\.[0-9a-f]{16}\.tmp")
+_OWN_FILE = re.compile(
+    r"rank-\d{5,}-of-\d{5,}-(?P<id>[0-9a-f]{16})\.safetensors"
+    r"|manifest\.json(\.(?P<its_id>[0-9a-f]{16})\.tmp)?"
+)
 
 _TENSOR_NAME = re.compile(
     r"model/.+|extra/.+|average/[0-9]{1,9}/(num_updates|weights/.+)|optim/(?P<optimizer>[0-9]{1,9})/(?P<fqn>.+)/[^/]+",
@@ -69,7 +72,9 @@ class Manifest(Record):
     checkpoint_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
     world_size: Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]
     stage: Annotated[int, Field(strict=True, ge=0, le=3)]
-    created: str = Field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    created: str = Field(
+        default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="microseconds")
+    )
     files: dict[FileName, FileRecord]
     params: dict[str, ParamRecord]
     buffers: dict[str, BufferRecord] = Field(default_factory=dict)
@@ -122,16 +127,10 @@ class Manifest(Record):
         _check_references(path, self)
         self.check_files(path)
         content = seal(to_readable_json(self.model_dump(by_alias=True)))
-        temporary = path / f"{MANIFEST_NAME}.{self.checkpoint_id}.tmp"
         try:
-            with open(temporary, "wb") as file:  # plain open: permissions as the umask says
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
             sync_folder(path)  # the rank files' names must be on the disk before the manifest that needs them
-            os.replace(temporary, path / MANIFEST_NAME)
+            replace_file(path / MANIFEST_NAME, content, path / f"{MANIFEST_NAME}.{self.checkpoint_id}.tmp")
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise CheckpointError(
                 what=f"{path / MANIFEST_NAME} could not be written: {error.strerror or error}.",
                 why="Without it the new files are no checkpoint. One that was there before still is.",
@@ -140,8 +139,7 @@ class Manifest(Record):
         # From here on the checkpoint is the new one. A failure must not be reported as if it were not, or the
         # caller would delete the files that the manifest now names.
         with contextlib.suppress(OSError):
-            sync_folder(path)
-            self._remove_superseded(path)
+            remove_own_files(path, {MANIFEST_NAME, *self.files})
 
     def check_files(self, folder: str | os.PathLike[str]) -> None:
         """Check presence, size, id and header of every file, and that every piece lies inside its file.
@@ -173,7 +171,7 @@ class Manifest(Record):
             raise _wrong_file(path, f"it is a link to {path.resolve()}, outside the folder")
         if not path.is_file():
             others = sorted(entry.name for entry in folder.iterdir())
-            raise _wrong_file(path, f"it is missing; the folder holds {_some(others)}")
+            raise _wrong_file(path, f"it is missing; the folder holds {some(others)}")
         expected_bytes = self.files[name].num_bytes
         if path.stat().st_size != expected_bytes:
             raise _wrong_file(
@@ -191,10 +189,27 @@ class Manifest(Record):
             )
         return file
 
-    def _remove_superseded(self, folder: Path) -> None:
-        for path in folder.iterdir():
-            if path.name not in self.files and _OWN_FILE.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+
+def remove_own_files(folder: Path, keep: Collection[str] = ()) -> None:
+    """Delete what saves have written into a folder, but for some names, and nothing else.
+
+    Raises:
+        OSError: Something could not be deleted.
+    """
+    for path in folder.iterdir():
+        if path.name not in keep and _OWN_FILE.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def saves_in(folder: Path) -> set[str]:
+    """Return the ids of the saves that have files in a folder, apart from its manifest."""
+    found = (_OWN_FILE.fullmatch(path.name) for path in folder.iterdir())
+    return {match["id"] or match["its_id"] for match in found if match} - {None}
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """Return the names in a folder that no save has written."""
+    return sorted(path.name for path in folder.iterdir() if not _OWN_FILE.fullmatch(path.name))
 
 
 # -- checks --
@@ -362,16 +377,10 @@ def check_piece(file: SafetensorsFile, entry: TensorEntry, piece: Piece) -> None
 
 def _incomplete(folder: Path) -> CheckpointError:
     names = sorted(path.name for path in folder.iterdir())
-    inner = sorted(path.parent for path in folder.glob(f"*/{MANIFEST_NAME}"))
-    fix = "Load an earlier checkpoint, or save again."
-    if len(inner) == 1:
-        fix = f"Did you mean {inner[0]}? That folder has one."
-    elif inner:
-        fix = f"Pass one of the folders inside that have one: {_some([path.name for path in inner])}."
     return CheckpointError(
         what=f"The checkpoint {folder} is incomplete: it has no {MANIFEST_NAME}.",
-        why=f"The manifest is written last, so a save that was cut off leaves none. Found: {_some(names)}.",
-        fix=fix,
+        why=f"The manifest is written last, so a save that was cut off leaves none. Found: {some(names)}.",
+        fix="Load an earlier checkpoint, or save again.",
     )
 
 
@@ -391,7 +400,8 @@ def _wrong_file(path: Path, why: str) -> CheckpointError:
     )
 
 
-def _some(names: list[str], limit: int = 8) -> str:
+def some(names: list[str], limit: int = 8) -> str:
+    """List names for a message: the first few, and how many more there are."""
     return (", ".join(names[:limit]) or "nothing") + _more(len(names) - limit)
 
 

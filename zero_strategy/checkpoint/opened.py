@@ -9,6 +9,7 @@ their way in takes the steps one by one. Every method is collective. Made by the
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
@@ -37,6 +38,7 @@ from zero_strategy.checkpoint.full_weights import (
 )
 from zero_strategy.checkpoint.parts import MODULES_KEY, Parts, persistent_buffers
 from zero_strategy.checkpoint.stored_weights import StoredWeights, stored_names
+from zero_strategy.checkpoint.tags import choose, with_others
 from zero_strategy.comm.together import agreed
 from zero_strategy.errors import CheckpointError
 from zero_strategy.log import log_event
@@ -56,19 +58,25 @@ class OpenCheckpoint:
             opened.load_optimizers()
     """
 
-    def __init__(self, parts: Parts, path: str) -> None:
+    def __init__(self, parts: Parts, path: str, tag: str | None = None) -> None:
         """Open a checkpoint and compare the checksums of what there is to load.
 
         Args:
             parts: The engine's.
-            path: The folder; the same on all ranks.
+            path: The folder, or the outer one of several; the same on all ranks.
+            tag: Of one in the outer folder; None: the one that `latest` names.
 
         Raises:
             CheckpointError: It is missing, incomplete or damaged, or another one on another rank.
         """
         self._parts = parts
-        self._path = path
         collectives = parts.collectives
+        # Rank 0 chooses: another rank may see an older `latest`, where a file system keeps copies.
+        chosen = agreed(collectives, lambda: choose(path, tag) if collectives.rank == 0 else None)
+        chosen = collectives.broadcast_json(chosen)
+        if chosen != tag:
+            log_event(f"{path}: {chosen!r} is loaded.")
+        path = self._path = os.path.join(path, chosen) if chosen else path
         # Rank 0 looks into every file; the others check those they read from.
         self._reader = agreed(collectives, lambda: CheckpointReader(path, check_files=collectives.rank == 0))
         self._is_verified = False
@@ -256,8 +264,11 @@ def _verify_share(reader: CheckpointReader, kinds: tuple[str, ...], rank: int, w
     pieces = [(entry, piece) for entry in entries for piece in entry.pieces]
     pieces.sort(key=lambda pair: (pair[1].file, pair[1].key))
     share = slice(rank * len(pieces) // world_size, (rank + 1) * len(pieces) // world_size)
-    for entry, piece in pieces[share]:
-        reader.verify_piece(entry, piece)
+    try:
+        for entry, piece in pieces[share]:
+            reader.verify_piece(entry, piece)
+    except CheckpointError as error:
+        raise with_others(error, reader.folder) from error
 
 
 # -- reading --

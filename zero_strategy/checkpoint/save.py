@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint import averages
-from zero_strategy.checkpoint.folders import lock_folder
 from zero_strategy.checkpoint.format import (
     dtype_name,
     encode_extra,
@@ -29,8 +28,11 @@ from zero_strategy.checkpoint.format import (
 )
 from zero_strategy.checkpoint.full_weights import module_extra_states
 from zero_strategy.checkpoint.parts import MODULES_KEY, Parts, manifest_of, own_pieces, persistent_buffers
+from zero_strategy.checkpoint.staging import Staging, begin, discard, publish, staging_of
+from zero_strategy.checkpoint.tags import check_outer, check_tag, point_to, remove_oldest, remove_superseded
+from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.together import agreed
-from zero_strategy.errors import CheckpointError
+from zero_strategy.errors import CheckpointError, ConfigError
 from zero_strategy.optim import full_state
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
@@ -52,31 +54,114 @@ class _Stored(NamedTuple):
     extra: Any  # as JSON; of rank 0
 
 
-def save(parts: Parts, path: str, extra: Any) -> None:
+class Destination(NamedTuple):
+    """Where a checkpoint goes."""
+
+    path: str  # its folder, or with a tag the outer one
+    tag: str | None = None
+    keep_last: int | None = None  # checkpoints in the outer folder; the oldest beyond it are deleted
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the checkpoint."""
+        return Path(self.path, self.tag or "")
+
+
+class Begun(NamedTuple):
+    """A save that has begun, as one rank sees it."""
+
+    checkpoint_id: str
+    staging: Staging
+    file: Path  # of this rank
+    metadata: dict[str, str]  # of the file
+    lock: int | None  # of rank 0
+
+    def undo(self, collectives: Collectives) -> None:
+        """Remove what this rank has written; on rank 0 also the folder, if it was made for this save."""
+        with contextlib.suppress(OSError):
+            self.file.unlink(missing_ok=True)
+        if collectives.rank == 0:
+            discard(self.staging)
+
+    def end(self) -> None:
+        """Let other saves into the folder."""
+        if self.lock is not None:
+            os.close(self.lock)
+
+
+def save(parts: Parts, destination: Destination, extra: Any) -> None:
     """Write a checkpoint. See `ZeroEngine.save_checkpoint`."""
     collectives = parts.collectives
-    folder = Path(path)
-    is_first = collectives.rank == 0
     stored = agreed(collectives, lambda: _what_to_store(parts, extra))
-    agreed(collectives, (lambda: _make_folder(folder)) if is_first else _nothing)
-    checkpoint_id = collectives.broadcast_json(new_checkpoint_id())
-    file = folder / rank_file_name(collectives.rank, collectives.world_size, checkpoint_id)
-    metadata = file_metadata(collectives.rank, collectives.world_size, checkpoint_id)
-    lock = agreed(collectives, (lambda: lock_folder(folder)) if is_first else _nothing)
+    begun = begin_save(collectives, destination)
     try:
-        table = agreed(collectives, lambda: _write_file(file, stored, metadata))
+        _write_and_commit(parts, begun, stored)
+        agreed(collectives, lambda: _point_and_prune(destination) if collectives.rank == 0 else None)
+    finally:
+        begun.end()
+
+
+def begin_save(collectives: Collectives, destination: Destination) -> Begun:
+    """Check the destination, make the folder to write to, and keep other saves out of it. Collective.
+
+    Raises:
+        CheckpointError: The folder cannot be made, or another save is going on; on all ranks.
+        ConfigError: The tag or the number of checkpoints to keep cannot be used; on all ranks.
+    """
+    rank, world_size, folder = collectives.rank, collectives.world_size, destination.folder
+    agreed(collectives, lambda: _check(destination))
+    checkpoint_id, in_place = collectives.broadcast_json([new_checkpoint_id(), folder.exists()])
+    staging = staging_of(folder, checkpoint_id, in_place=in_place)
+    is_alone = destination.tag is not None
+    lock = agreed(collectives, lambda: begin(staging, is_alone=is_alone) if rank == 0 else None)
+    file = staging.target / rank_file_name(rank, world_size, checkpoint_id)
+    return Begun(checkpoint_id, staging, file, file_metadata(rank, world_size, checkpoint_id), lock)
+
+
+def _write_and_commit(parts: Parts, begun: Begun, stored: _Stored) -> None:
+    collectives = parts.collectives
+    try:
+        table = agreed(collectives, lambda: _write_file(begun.file, stored, begun.metadata))
         tables = collectives.gather_json(table)
-        commit = _commit(parts, folder, checkpoint_id, tables, stored.extra) if is_first else _nothing
+        commit = _commit(parts, begun, tables, stored.extra) if collectives.rank == 0 else _nothing
         agreed(collectives, commit)
     except CheckpointError:
         # All ranks know that nothing was committed. After any other error rank 0 may have committed already,
-        # and the file stays; if it did not, the next save removes it.
-        with contextlib.suppress(OSError):
-            file.unlink(missing_ok=True)
+        # and the files stay; if it did not, the next save removes them.
+        begun.undo(collectives)
         raise
-    finally:
-        if lock is not None:
-            os.close(lock)
+
+
+def _commit(parts: Parts, begun: Begun, tables: list[Any], extra: Any) -> Callable[[], None]:
+    def commit() -> None:
+        manifest_of(parts, begun.checkpoint_id, tables, extra).write(begun.staging.target)
+        publish(begun.staging)
+
+    return commit
+
+
+def _point_and_prune(destination: Destination) -> None:
+    """Let `latest` name the checkpoint, then delete what is old; the checkpoint stays if this fails."""
+    if destination.tag is None:
+        return
+    outer = Path(destination.path)
+    point_to(outer, destination.tag)
+    remove_superseded(outer)
+    if destination.keep_last is not None:
+        remove_oldest(outer, destination.tag, destination.keep_last)
+
+
+def _check(destination: Destination) -> None:
+    keep_last = destination.keep_last
+    if destination.tag is not None:
+        check_tag(destination.tag)
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1 or destination.tag is None):
+        raise ConfigError(
+            what=f"keep_last={keep_last!r} was given with tag={destination.tag!r}.",
+            why="It is the number of checkpoints to keep under tags of one folder, the new one counted.",
+            fix='Pass keep_last=1 or more, and a tag: save_checkpoint("runs", tag="step-100", keep_last=3).',
+        )
+    check_outer(Path(destination.path), destination.tag)
 
 
 # -- writing --
@@ -161,23 +246,6 @@ def _encode_extra(model: nn.Module, extra: Any) -> tuple[Any, dict[str, Tensor]]
         return encoded, tensors
     encoded, tensors = encode_extra({"user": extra, "modules": of_modules})
     return {MODULES_KEY: encoded}, tensors
-
-
-def _commit(
-    parts: Parts, folder: Path, checkpoint_id: str, tables: list[Any], extra: Any
-) -> Callable[[], None]:
-    return lambda: manifest_of(parts, checkpoint_id, tables, extra).write(folder)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(
-            what=f"The folder {folder} could not be made: {error.strerror or error}.",
-            why="A checkpoint is a folder.",
-            fix="Choose another path, or remove the file that is in the way.",
-        ) from error
 
 
 def _nothing() -> None:
