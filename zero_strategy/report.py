@@ -100,6 +100,7 @@ class _Facts:
 
     @property
     def trainable_symbol(self) -> str:
+        """Return the symbol of the parameters that train."""
         return "Psi" if self.num_trainable == self.num_params else "Psi_t"
 
     def state(self, num_params: int, item_bytes: int) -> ModelStateBytes:
