@@ -95,8 +95,9 @@ class ZeroConfig(Block):
     The same bits for powers of two."""
     train_batch_size: Count = 1
     """Samples per optimizer step over all ranks: the product of the next two and the number of ranks. One of
-    the three that is missing is derived, and the product is checked; Lightning's Trainer checks all three
-    against its loader. They drive nothing: whoever runs the loop counts micro-batches (`no_sync`)."""
+    the three that is missing is derived, and the product is checked. Lightning's Trainer checks all three
+    against its loader, Accelerate takes the number of steps from here. The engine does nothing by them:
+    whoever runs the loop counts micro-batches (`no_sync`)."""
     train_micro_batch_size_per_gpu: Count = 1
     """Samples per forward on one rank. See `train_batch_size`."""
     gradient_accumulation_steps: Count = 1
