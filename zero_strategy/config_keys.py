@@ -173,11 +173,13 @@ _TOP_RULES: dict[str, KeyRule] = {
         "Remove the key; for a sum, multiply the loss by the number of ranks.",
         "mean",
     ),
-    "optimizer": _later(
-        "An optimizer built from the file", "Remove the block and build the optimizer in your script."
+    "optimizer": _refused(
+        "The engine takes optimizers and builds none; under Accelerate the block describes a DummyOptim.",
+        "Remove the block and build the optimizer in your script.",
     ),
-    "scheduler": _later(
-        "A scheduler built from the file", "Remove the block and build the scheduler in your script."
+    "scheduler": _refused(
+        "The engine knows no schedulers; under Accelerate the block describes a DummyScheduler.",
+        "Remove the block and build the scheduler in your script.",
     ),
     "aio": _later("NVMe offload, which the aio block tunes,", "Remove the block until then."),
     "activation_checkpointing": _later(

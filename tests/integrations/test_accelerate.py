@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 
 import zero_strategy as zs
@@ -30,7 +32,7 @@ from tests.integrations.accelerate_support import (
     whole,
 )
 from tests.models import Mlp, adamw, awkward_loss, inputs, loss_of, sgd, square_loss
-from zero_strategy.accelerate import ZeroAccelerator
+from zero_strategy.accelerate import ZeroAccelerator, ZeroPlugin, rebinding
 
 # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -487,3 +489,112 @@ def test_one_process_without_a_group_trains_as_plain_torch(
     assert_same(found, expected)
     assert accelerator.num_processes == 1 and type(accelerator) is not Accelerator
     assert_sharded(accelerator, accelerator._models[0], stage)
+
+
+def inputs_of(other: int) -> Tensor:
+    """Return what `inputs` gives another rank."""
+    return torch.randn(4, 15, generator=torch.Generator().manual_seed(other))
+
+
+# -- what else a script may do -----------------------------------------------------------------------------
+
+
+@distributed(world_size=2)
+def test_gathered_parameters_of_accelerates_are_whole_and_what_rank_0_writes_is_kept() -> None:
+    rebinding.install()
+    for stage in STAGES:
+        with subtest(f"stage {stage}"):
+            accelerator = accelerator_of(stage)
+            model = accelerator.prepare(new_model())
+            weight = model.blocks[0].up.weight
+            with accelerate.utils.GatheredParameters([weight]):
+                before = weight.detach().clone()
+            with accelerate.utils.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+                weight.add_(1.0 if rank() == 0 else 5.0)
+            with accelerate.utils.operations.GatheredParameters(model.parameters()):
+                assert torch.equal(weight, before + 1.0)
+            as_rank_1 = accelerate.utils.GatheredParameters(weight, modifier_rank=1)
+            with expect_error(zs.ConfigError, "modifier_rank=1"), as_rank_1:
+                pass
+            with accelerate.utils.GatheredParameters(weight, modifier_rank=0, enabled=False):
+                assert stage < 3 or "sharded" in repr(weight)
+
+
+@distributed(world_size=2)
+def test_compiled_models_train_as_they_do_uncompiled() -> None:
+    expected = train(accelerator_of(2), num_steps=2)
+    for stage in (2, 3):
+        for regional in (False, True):
+            with subtest(f"stage {stage}, regional {regional}"):
+                plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+                accelerator = accelerator_of(stage, dynamo_plugin=plugin)
+                assert_same(train(accelerator, num_steps=2), expected)
+                model = accelerator._models[0]
+                compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
+                assert (model in compiled) != regional and compiled
+        with subtest(f"stage {stage}, compiled by the script"):
+            accelerator = accelerator_of(stage)
+            model = new_model()
+            model, optimizer = accelerator.prepare(torch.compile(model, backend="eager"), adamw(model))
+            accelerator.backward(awkward_loss(model, 0))
+            model.zero_grad()
+            assert accelerator.engine_of(model).full_grad(model.embed.weight) is None
+            trained(accelerator, model, optimizer, num_steps=1)
+
+
+@distributed(world_size=2)
+def test_a_model_on_meta_is_filled_while_it_is_sharded_and_trains() -> None:
+    for stage in STAGES:
+        with subtest(f"stage {stage}"):
+            accelerator = accelerator_of(stage)
+            with torch.device("meta"):
+                model = Mlp()
+            torch.manual_seed(7)
+            model, optimizer = accelerator.prepare(model, sgd(model))
+            accelerator.backward(square_loss(model, 0))
+            optimizer.step()
+            found = whole(accelerator, model)
+            torch.manual_seed(7)
+            plain = Mlp()
+            of_plain = sgd(plain)
+            torch.stack([plain(inputs_of(other)).pow(2).mean() for other in range(2)]).mean().backward()
+            of_plain.step()
+            for name, value in found.items():
+                torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-7)
+
+
+@distributed(world_size=2)
+def test_a_model_that_device_map_has_spread_is_refused() -> None:
+    accelerator = accelerator_of(2)
+    model = Mlp()
+    model.hf_device_map = {"layers.0": 0, "layers.1": "cpu"}
+    with expect_error(ValueError, "device_map"):
+        accelerator.prepare(model)
+
+
+@distributed(world_size=2)
+def test_a_schedule_of_the_config_ends_after_the_steps_that_each_process_makes() -> None:
+    accelerator_of(2)
+    blocks = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "total_num_steps": "auto",
+                "warmup_num_steps": 2,
+                "warmup_type": "linear",
+                "warmup_max_lr": 1.0,
+            },
+        },
+    }
+    accelerator = ZeroAccelerator(zero_plugin=ZeroPlugin(2, blocks))
+    model = Mlp()
+    dummy = DummyOptim(model.parameters(), lr=1.0)
+    model, optimizer, scheduler = accelerator.prepare(model, dummy, DummyScheduler(dummy, total_num_steps=12))
+    rates = []
+    for step in range(8):
+        rates.append(optimizer.param_groups[0]["lr"])
+        accelerator.backward(square_loss(model, step))
+        optimizer.step()
+        scheduler.step()
+    assert rates == [0.0, 0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]  # 12 steps of one process are 6 of two
