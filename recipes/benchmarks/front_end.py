@@ -1,10 +1,11 @@
-"""Times the same training by a plain loop over the engine and by Lightning's Trainer, per stage and for DDP.
+"""Times the same training by a plain loop over the engine and by a front end, per stage and for DDP.
 
-Runs come in pairs, a plain loop and a `Trainer.fit` of as many steps over the same data, in the same
-processes; a run's figure is the mean time of a step after the first two. DDP's pair (its plain loop against
-`Trainer(strategy="ddp")`) shows what Lightning's own loop costs, whatever the strategy.
+Runs come in pairs, a plain loop and a run of the front end (Lightning's Trainer, or a loop with Accelerate's
+calls) of as many steps over the same data, in the same processes; a run's figure is the mean time of a step
+after the first two. DDP's pair shows what the framework's own part costs, whatever shards.
 
     python recipes/benchmarks/front_end.py --pairs 9
+    python recipes/benchmarks/front_end.py --pairs 9 --front-end accelerate
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from lightning.pytorch import Callback, LightningModule, Trainer
 from llama import Shape, build_batch, build_model
 from ranks import Ranks, launch, print_setting
@@ -28,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_strategy as zs
+from zero_strategy.accelerate import ZeroAccelerator, ZeroPlugin
 
 SHAPE = Shape(hidden=256, mlp_hidden=688, layers=4, heads=4, vocabulary=4096)  # 5.3M parameters
 SKIPPED_STEPS = 2  # of each run: the Trainer's optimizer makes its state anew in the first
@@ -42,6 +45,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=9, help="measured pairs (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=16, help="steps of a run (default: %(default)s)")
+    parser.add_argument("--front-end", choices=["trainer", "accelerate"], default="trainer")
     options = parser.parse_args()
     print_setting(options.ranks, f"fp32, {options.pairs} pairs")
     launch(options.ranks, run_rank, options)
@@ -52,14 +56,20 @@ def run_rank(ranks: Ranks, options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "zero_strategy"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ["LOCAL_RANK"] = str(ranks.rank)  # tells Lightning that its ranks exist already
-    contests: dict[str, tuple[Run, Run]] = {"ddp": (plain_ddp(ranks), by_trainer(ranks, lambda: "ddp"))}
+    is_accelerate = options.front_end == "accelerate"
+    os.environ["LOCAL_RANK"] = str(ranks.rank)  # tells both frameworks that their ranks exist already
+    if is_accelerate:
+        os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size)}
+        os.environ["OMP_NUM_THREADS"] = "1"
+    ddp = by_accelerator(ranks, None) if is_accelerate else by_trainer(ranks, lambda: "ddp")
+    contests: dict[str, tuple[Run, Run]] = {"ddp": (plain_ddp(ranks), ddp)}
     for stage in (1, 2, 3):
         config = zs.ZeroConfig(stage=stage, stage3_param_persistence_threshold=0)
         strategy = partial(zs.ZeroStrategy, config=config)
-        contests[f"zero{stage}"] = (plain_engine(ranks, config), by_trainer(ranks, strategy))
+        ours = by_accelerator(ranks, config) if is_accelerate else by_trainer(ranks, strategy)
+        contests[f"zero{stage}"] = (plain_engine(ranks, config), ours)
     if ranks.rank == 0:
-        print(f"{'':8}{'plain, ms':>12}{'Trainer, ms':>14}{'ratio':>9}{'middle half':>16}")
+        print(f"{'':8}{'plain, ms':>12}{options.front_end + ', ms':>16}{'ratio':>9}{'middle half':>16}")
     for name, (plain, trainer) in contests.items():
         pairs = [(plain(options.steps), trainer(options.steps)) for _ in range(options.pairs + 1)][1:]
         if ranks.rank == 0:
@@ -67,7 +77,7 @@ def run_rank(ranks: Ranks, options: argparse.Namespace) -> None:
             low, middle, high = statistics.quantiles(ratios, n=4)
             times = [1e3 * statistics.median(pair[side] for pair in pairs) for side in (0, 1)]
             half = f"{low:.3f}-{high:.3f}"
-            print(f"{name:8}{times[0]:12.1f}{times[1]:14.1f}{middle:8.3f}x{half:>16}", flush=True)
+            print(f"{name:8}{times[0]:12.1f}{times[1]:16.1f}{middle:8.3f}x{half:>16}", flush=True)
 
 
 def data(ranks: Ranks, num_steps: int) -> DataLoader[Any]:
@@ -148,6 +158,30 @@ def by_trainer(ranks: Ranks, new_strategy: Callable[[], Any]) -> Run:
         )
         trainer.fit(module, data(ranks, num_steps))
         return seconds_a_step(ranks, clock.ends)
+
+    return run
+
+
+# -- by Accelerate --
+
+
+def by_accelerator(ranks: Ranks, config: zs.ZeroConfig | None) -> Run:
+    """Train with Accelerate's own `Accelerator`, which wraps in DDP, or with ours."""
+    plugin = None if config is None else ZeroPlugin(config=config)
+    accelerator = Accelerator(cpu=True) if plugin is None else ZeroAccelerator(zero_plugin=plugin)
+    model = build_model(SHAPE, torch.float32)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+
+    def run(num_steps: int) -> float:
+        ends = []
+        ranks.line_up()
+        for (tokens,) in data(ranks, num_steps):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(tokens))
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(time.perf_counter())
+        return seconds_a_step(ranks, ends)
 
     return run
 

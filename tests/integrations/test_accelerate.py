@@ -48,10 +48,9 @@ def test_ten_steps_equal_ddp_bit_for_bit_with_and_without_accumulation() -> None
                 accelerator = accelerator_of(stage, config, gradient_accumulation_steps=num_micro_batches)
                 assert_same(train(accelerator), expected)
                 assert_sharded(accelerator, accelerator._models[0], stage)
-            if num_micro_batches > 1:
-                with subtest(f"stage {stage}, a reduction per micro-batch"):
-                    accelerator = accelerator_of(stage, gradient_accumulation_steps=num_micro_batches)
-                    assert_same(train(accelerator), expected, tolerance=2e-5)
+    with subtest("a reduction per micro-batch, stage 2"):
+        accelerator = accelerator_of(2, gradient_accumulation_steps=3)
+        assert_same(train(accelerator), expected, tolerance=2e-5)
 
 
 @distributed(world_size=2)
@@ -177,7 +176,7 @@ def test_clipping_in_every_micro_batch_is_clipping_at_the_boundary() -> None:
                 optimizer.zero_grad()
         return whole(accelerator, model)
 
-    for stage in STAGES:
+    for stage in (1, 3):
         for plugin in ({}, {"sync_each_batch": True}):
             with subtest(f"stage {stage}, {plugin}"):
                 found, expected = run(stage, True, **plugin), run(stage, False, **plugin)
@@ -289,7 +288,7 @@ def test_prepare_takes_everything_in_any_order_together_or_one_after_the_other()
     ways = (together, optimizer_first, apart, apart_optimizer_first, by_name)
     ddp = accelerator_of(None)
     expected = trained(ddp, *together(ddp))
-    for stage in STAGES:
+    for stage in (2, 3):
         for way in ways:
             with subtest(f"stage {stage}, {way.__name__}"):
                 accelerator = accelerator_of(stage)
@@ -469,7 +468,7 @@ def test_a_scheduler_moves_once_per_applied_step_by_accelerates_rule() -> None:
                 expected == [0.01 * 0.5 ** (moves * step) for step in range(len(expected))]
                 and len(expected) >= 3
             )
-            for stage in STAGES:
+            for stage in (1, 3):
                 with subtest(f"stage {stage}, {accumulation} micro-batches, {moves} moves"):
                     assert rates(stage, accumulation, **keywords) == expected
 
@@ -523,28 +522,27 @@ def test_gathered_parameters_of_accelerates_are_whole_and_what_rank_0_writes_is_
 @distributed(world_size=2)
 def test_compiled_models_train_as_they_do_uncompiled() -> None:
     expected = train(accelerator_of(2), num_steps=2)
-    for stage in (2, 3):
-        for regional in (False, True):
-            with subtest(f"stage {stage}, regional {regional}"):
-                plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
-                accelerator = accelerator_of(stage, dynamo_plugin=plugin)
-                assert_same(train(accelerator, num_steps=2), expected)
-                model = accelerator._models[0]
-                compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
-                assert (model in compiled) != regional and compiled
-        with subtest(f"stage {stage}, compiled by the script"):
-            accelerator = accelerator_of(stage)
-            model = new_model()
-            model, optimizer = accelerator.prepare(torch.compile(model, backend="eager"), adamw(model))
-            accelerator.backward(awkward_loss(model, 0))
-            model.zero_grad()
-            assert accelerator.engine_of(model).full_grad(model.embed.weight) is None
-            trained(accelerator, model, optimizer, num_steps=1)
+    for regional in (False, True):
+        with subtest(f"regional {regional}"):
+            plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+            accelerator = accelerator_of(3, dynamo_plugin=plugin)
+            assert_same(train(accelerator, num_steps=2), expected)
+            model = accelerator._models[0]
+            compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
+            assert (model in compiled) != regional and compiled
+    with subtest("compiled by the script"):
+        accelerator = accelerator_of(3)
+        model = new_model()
+        model, optimizer = accelerator.prepare(torch.compile(model, backend="eager"), adamw(model))
+        accelerator.backward(awkward_loss(model, 0))
+        model.zero_grad()
+        assert accelerator.engine_of(model).full_grad(model.embed.weight) is None
+        trained(accelerator, model, optimizer, num_steps=1)
 
 
 @distributed(world_size=2)
 def test_a_model_on_meta_is_filled_while_it_is_sharded_and_trains() -> None:
-    for stage in STAGES:
+    for stage in (2, 3):
         with subtest(f"stage {stage}"):
             accelerator = accelerator_of(stage)
             with torch.device("meta"):

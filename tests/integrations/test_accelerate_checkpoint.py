@@ -5,6 +5,7 @@ Oracle: the run that was not interrupted, and files that plain Accelerate writes
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -83,39 +84,47 @@ def change(run: Run) -> None:
                 param.add_(1.0)
 
 
+def resume(stage: int, kind: str, precision: str, folder: Path) -> None:
+    """Save, go on, and go on again from what was saved: in the same run, and in a fresh one."""
+    config = {precision: {"enabled": "auto"}} if precision != "no" else {}
+    keywords = {"config": config, "mixed_precision": precision, "gradient_accumulation_steps": 2}
+    run = Run(stage, kind, **keywords)
+    run.train(range(4))
+    run.accelerator.save_state(str(folder))
+    expected, weights = run.train(range(4, 6)), run.weights()
+    change(run)
+    run.accelerator.load_state(str(folder))
+    assert run.counter.count == 4 and run.accelerator.step == 4
+    assert all(map(torch.equal, run.train(range(4, 6)), expected))
+    fresh = Run(stage, kind, **keywords)
+    fresh.accelerator.load_state(str(folder))
+    assert all(map(torch.equal, fresh.train(range(4, 6)), expected))
+    found = fresh.weights()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert fresh.scheduler.get_last_lr() == run.scheduler.get_last_lr()
+    assert_sharded(fresh.accelerator, fresh.model, stage)
+    there = {path.name for path in folder.iterdir()}
+    assert ("zero_model" in there, "model.safetensors" in there) == (kind == "sharded", kind == "full")
+
+
 @distributed(world_size=2)
 def test_a_state_is_resumed_exactly_with_a_frozen_model_beside_the_trained_one(tmp_path: Path) -> None:
-    for stage in STAGES:
-        for kind in KINDS:
-            for precision in ("no", "bf16", "fp16"):
-                with subtest(f"stage {stage}, {kind}, {precision}"):
-                    folder = tmp_path / f"{stage}-{kind}-{precision}"
-                    config = {precision: {"enabled": "auto"}} if precision != "no" else {}
-                    keywords = {
-                        "config": config,
-                        "mixed_precision": precision,
-                        "gradient_accumulation_steps": 2,
-                    }
-                    run = Run(stage, kind, **keywords)
-                    run.train(range(4))
-                    run.accelerator.save_state(str(folder))
-                    expected, weights = run.train(range(4, 8)), run.weights()
-                    change(run)
-                    run.accelerator.load_state(str(folder))
-                    assert run.counter.count == 4 and run.accelerator.step == 4
-                    assert all(map(torch.equal, run.train(range(4, 8)), expected))
-                    fresh = Run(stage, kind, **keywords)
-                    fresh.accelerator.load_state(str(folder))
-                    assert all(map(torch.equal, fresh.train(range(4, 8)), expected))
-                    found = fresh.weights()
-                    assert all(torch.equal(found[name], weights[name]) for name in weights)
-                    assert fresh.scheduler.get_last_lr() == run.scheduler.get_last_lr()
-                    assert_sharded(fresh.accelerator, fresh.model, stage)
-                    there = {path.name for path in folder.iterdir()}
-                    assert ("zero_model" in there, "model.safetensors" in there) == (
-                        kind == "sharded",
-                        kind == "full",
-                    )
+    for stage, kind, precision in (
+        (1, "full", "bf16"),
+        (2, "sharded", "no"),
+        (3, "full", "fp16"),
+        (3, "sharded", "bf16"),
+    ):
+        with subtest(f"stage {stage}, {kind}, {precision}"):
+            resume(stage, kind, precision, tmp_path / f"{stage}-{kind}-{precision}")
+
+
+@pytest.mark.slow
+@distributed(world_size=2, timeout=240)
+def test_a_state_is_resumed_exactly_at_every_stage_in_every_precision_of_both_kinds(tmp_path: Path) -> None:
+    for stage, kind, precision in itertools.product(STAGES, KINDS, ("no", "bf16", "fp16")):
+        with subtest(f"stage {stage}, {kind}, {precision}"):
+            resume(stage, kind, precision, tmp_path / f"{stage}-{kind}-{precision}")
 
 
 def save_part(folder: str, kind: str) -> None:

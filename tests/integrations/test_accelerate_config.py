@@ -98,7 +98,9 @@ def test_auto_without_loaders_or_a_hidden_size_leaves_the_defaults() -> None:
     assert given.engine_of(given.prepare(widths)).config.zero_optimization.reduce_bucket_size == 1024
 
 
-def test_the_configs_number_of_micro_batches_counts_where_accelerate_was_given_none() -> None:
+def test_the_configs_number_of_micro_batches_counts_where_accelerate_was_given_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said = {"gradient_accumulation_steps": 4}
     assert accelerator(said).gradient_accumulation_steps == 4
     assert accelerator(said, gradient_accumulation_steps=4).gradient_accumulation_steps == 4
@@ -108,6 +110,9 @@ def test_the_configs_number_of_micro_batches_counts_where_accelerate_was_given_n
     ):
         with pytest.raises(zs.ConfigError, match=r"gradient_accumulation_steps = [23], and the config has 4"):
             accelerator(said, **keywords)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")  # of a launcher that was told nothing
+    assert accelerator(said).gradient_accumulation_steps == 4
+    monkeypatch.delenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     both = accelerator({"gradient_accumulation_steps": "auto"}, gradient_accumulation_steps=3)
     assert both.gradient_accumulation_steps == 3
 
@@ -400,10 +405,11 @@ def test_what_deepspeeds_launcher_hands_over_is_taken(
     file.write_text('{"zero_optimization": {"stage": 2}}')
     monkeypatch.setenv(environment.CONFIG, str(file))
     assert ZeroPlugin.from_environment().config.stage == 2
-    environment.pass_on(Launch({"zero_stage": 3}, "a.yaml", 2))
+    environment.pass_on(Launch({"zero_stage": 3}, "a.yaml", 1))
     assert ZeroPlugin.from_environment().config.stage == 3
+    environment.pass_on(Launch({"zero_stage": 3}, "a.yaml", 2))
     with pytest.raises(zs.ConfigError) as info:
-        environment.check_num_processes(environment.find_launch())
+        ZeroAccelerator()
     assert "2 processes were asked for (a.yaml), and 1 was started" in info.value.what
     for name in (environment.LAUNCH, environment.CONFIG):
         monkeypatch.delenv(name)

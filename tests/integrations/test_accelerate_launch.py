@@ -18,13 +18,15 @@ from typing import Any
 
 import pytest
 
+from tests.launching import TORCHRUN as LAUNCHER
+from tests.launching import assert_all_ended, run_script
 from zero_strategy.cli import main
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "accelerate"
 ACCELERATE = (str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch")
 OURS = ("-m", "zero_strategy", "launch")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = (*LAUNCHER, "2")
 
 # As for plain Accelerate: nothing in it knows of this library, but the last lines, which look where it is.
 SCRIPT = """
@@ -272,3 +274,33 @@ from accelerate.utils import DummyOptim, DummyScheduler
 assert PartialState.__init__.__wrapped__ is before[1] and accelerate.utils.GatheredParameters is not before[2]
 """
     start("-c", program, folder=ROOT)
+
+
+FAILING_SCRIPT = """
+import os
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+print(f"rank {accelerator.process_index} is {os.getpid()}", flush=True)
+model = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+for step in range(1000):
+    if step == 2:
+        accelerator.wait_for_everyone()
+        print("now", flush=True)
+        if accelerator.process_index == 1:
+            raise ValueError("a bad sample in batch 2")
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_an_exception_on_one_rank_ends_all_and_is_shown_by_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING_SCRIPT)
+    for stage in ("1", "3"):
+        ended = run_script((*TORCHRUN, "-m", "zero_strategy.run", "--stage", stage, str(script)))
+        assert_all_ended(ended, "ValueError: a bad sample in batch 2", "rank 1")

@@ -192,7 +192,8 @@ class ZeroAccelerator(CheckpointMethods, GradientMethods):
         self._share_loss_scale(engine)
         known = [other for other in self.living_engines() if other is not engine]
         self._engines = [weakref.ref(other) for other in [*known, engine]]
-        self.state.zero_engines = [*getattr(self.state, "zero_engines", []), weakref.ref(engine)]
+        of_process = [ref for ref in getattr(self.state, "zero_engines", []) if ref() not in (None, engine)]
+        self.state.zero_engines = [*of_process, weakref.ref(engine)]
         for wrapper in self._optimizers:  # prepared before their model
             if not wrapper.is_sharded and engine_for(wrapper.users, [engine]) is not None:
                 wrapper.attach(engine.shard_optimizer(wrapper.users))

@@ -12,6 +12,7 @@ from typing import Any
 
 from zero_strategy.accelerate import environment
 from zero_strategy.accelerate.launch_block import Launch, settings_of_block
+from zero_strategy.accelerate.launcher import find_launcher
 from zero_strategy.config import ZeroConfig, settings_of
 from zero_strategy.config_source import Settings, error_of
 from zero_strategy.errors import ConfigError
@@ -92,8 +93,13 @@ class ZeroPlugin:
 
     @classmethod
     def from_environment(cls) -> ZeroPlugin:
-        """Return what the launcher of this process was asked for; stage 3 if nobody has asked."""
-        launch = environment.find_launch()
+        """Return what the launcher of this process was asked for; stage 3 if nobody has asked.
+
+        Raises:
+            ConfigError: It was asked for what cannot be had, or for another number of processes.
+        """
+        launch = environment.find_launch() or find_launcher()
+        environment.check_num_processes(launch)
         return cls() if launch is None else cls.of_launch(launch)
 
 

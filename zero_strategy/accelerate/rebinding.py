@@ -64,4 +64,4 @@ def _gathered_parameters(
 def _living_engines() -> list[ZeroEngine]:
     references = state_module.AcceleratorState._shared_state.get("zero_engines", [])
     engines = (reference() for reference in references)
-    return list(dict.fromkeys(engine for engine in engines if engine is not None))
+    return [engine for engine in engines if engine is not None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import nn
 
 from zero_strategy.accelerate import environment
@@ -73,7 +73,9 @@ def agree(config: ZeroConfig, arguments: Mapping[str, Any], *, is_first: bool) -
             log_once(f"mixed_precision is {asked[0]!r}: the config asks for it ({_BLOCKS[asked[0]]}).")
     num_micro_batches = _accumulation(config, arguments, faults)
     if num_micro_batches is not None:
-        completed["gradient_accumulation_steps"] = num_micro_batches
+        # As a plugin: a number would be beaten by the launcher's variable.
+        completed.pop("gradient_accumulation_steps", None)
+        completed["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=num_micro_batches)
     if faults:
         raise error_of(faults)
     return completed
