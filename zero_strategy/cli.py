@@ -126,8 +126,9 @@ def _inspect(parsed: argparse.Namespace) -> int:
         if parsed.json:
             summary = summarize(reader.manifest)._asdict()
             summary["optimizers"] = [optimizer._asdict() for optimizer in summary["optimizers"]]
-            print(json.dumps(summary, indent=2))
+            print(json.dumps({"folder": str(reader.folder), **summary}, indent=2))
         else:
+            print(f"folder       {reader.folder}")
             print(render(reader.manifest, max_params=None if parsed.all else MAX_LISTED_PARAMS))
     return EXIT_OK
 

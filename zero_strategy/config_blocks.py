@@ -173,7 +173,7 @@ class Bf16(Block):
     """The block `bf16`."""
 
     enabled: StrictBool = False
-    """Parameters are cast to bf16; the optimizer updates fp32 masters."""
+    """If true, parameters are cast to bf16; the optimizer updates fp32 masters."""
     bf16_master_weights_and_grads: StrictBool = False
     """The optimizer updates bf16 parameters themselves: no fp32 masters, and what is smaller than 1/256 of a
     weight is lost. Needs bf16_optimizer_states, since states have the dtype of what is updated."""
@@ -188,7 +188,7 @@ class Fp16(Block):
     """The block `fp16`: the other keys count wherever trained parameters are in fp16. See `loss_scaler`."""
 
     enabled: StrictBool = False
-    """Parameters are cast to fp16; the optimizer updates fp32 masters, and losses are scaled."""
+    """If true, parameters are cast to fp16, the optimizer updates fp32 masters, and losses are scaled."""
     loss_scale: FactorOrZero = 0.0
     """What losses are multiplied by, for good; 0: it is found out and kept up to date (dynamic)."""
     initial_scale_power: ScalePower = 16

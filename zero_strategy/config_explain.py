@@ -32,6 +32,11 @@ column says. *Replaced*: it loads, and one line of the log says what does its wo
 an error with this reason. A key that is not listed is an error that names the nearest known one.
 `zero-strategy explain ds_config.json` says the same of the keys of a file. This page is written by
 `zero-strategy explain --keys`.
+
+`"auto"` may stand wherever a front end (the Trainer, Fabric, Accelerate) has a value of its own; without one
+it is an error that says what to write. Keys that begin with an underscore are comments. `"bf16": true` stands
+for `{"enabled": true}`. The batch numbers are checked when the number of ranks is known: by the engine, a
+front end, or `explain --world-size N`.
 """
 
 

@@ -216,5 +216,5 @@ def test_the_module_runs_as_a_command_and_stands_a_closed_pipe(checkpoint: Path)
     command = f"{sys.executable} -m zero_strategy inspect --all {checkpoint} | head -n 1"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     result = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment, check=True)
-    assert result.stdout.startswith("checkpoint ")
+    assert result.stdout.startswith("folder ")
     assert result.stderr == ""

@@ -328,6 +328,10 @@ def test_a_folder_with_other_files_is_refused_unless_forced(tmp_path: Path) -> N
     assert names_in(out) == {"thesis.txt", "model.safetensors", MARKER_NAME}
     with pytest.raises(CheckpointError, match="holds a checkpoint"):
         consolidate(tmp_path / "checkpoint", tmp_path / "checkpoint", ExportOptions(force=True))
+    with pytest.raises(
+        CheckpointError, match="or several"
+    ):  # of which the checkpoint's own parent is the outer folder
+        consolidate(tmp_path / "checkpoint", tmp_path, ExportOptions(force=True))
     with pytest.raises(CheckpointError, match="is a file"):
         consolidate(tmp_path / "checkpoint", out / "thesis.txt", ExportOptions(force=True))
 

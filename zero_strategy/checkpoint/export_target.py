@@ -45,8 +45,12 @@ def check_target(target: Path, own: Marker, *, force: bool) -> None:
     """
     if target.exists() and not target.is_dir():
         raise not_written(target, "it is a file")
-    if (target / MANIFEST_NAME).exists():
-        raise not_written(target, "it holds a checkpoint; pass another folder")
+    if _holds_checkpoints(target):
+        raise CheckpointError(
+            what=f"{target} holds a checkpoint, or several.",
+            why="Weights beside them would look like a part of them, and be deleted with them.",
+            fix="Pass another folder.",
+        )
     if force or not target.exists() or not any(target.iterdir()):
         return
     found = _read_marker(target)
@@ -121,6 +125,11 @@ def not_written(target: Path, why: str) -> CheckpointError:
         why=f"{why[0].upper()}{why[1:]}.",
         fix="Choose a folder with enough space that you may write to.",
     )
+
+
+def _holds_checkpoints(target: Path) -> bool:
+    """Whether a folder is a checkpoint or the outer one of several."""
+    return any(path.exists() for path in (target / MANIFEST_NAME, *target.glob(f"*/{MANIFEST_NAME}")))
 
 
 def _read_marker(target: Path) -> Marker | None:

@@ -44,8 +44,10 @@ def has_died(rank: int, consequence: str) -> ShardingError:
     """Return what is raised when a rank's process is gone and has not said why."""
     return ShardingError(
         what=f"The process of rank {rank} has died without a word. {consequence}",
-        why="It was killed (by a signal, or for memory), or has crashed.",
-        fix=f"Look at the output of rank {rank}, and at the machine's log (dmesg shows kills for memory).",
+        why="It has come to the end of its script before this rank has, or was killed (by a signal, or for "
+        "memory), or has crashed.",
+        fix=f"Look at the output of rank {rank}. If it shows no error: every rank must make the same calls, "
+        "saving included (no `if rank == 0:` around them). The machine's log (dmesg) shows kills for memory.",
     )
 
 
