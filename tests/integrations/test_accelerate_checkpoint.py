@@ -189,7 +189,7 @@ def test_hooks_of_the_user_see_whole_models_and_may_write_and_load_them_themselv
             model.load_state_dict(torch.load(Path(folder, f"mine-{len(models)}.pt")))
 
     seen: list[bool] = []
-    for stage in STAGES:
+    for stage in (2, 3):
         with subtest(f"stage {stage}"):
             run = Run(stage, "sharded")
             for register, hook in (
@@ -205,7 +205,7 @@ def test_hooks_of_the_user_see_whole_models_and_may_write_and_load_them_themselv
             change(run)
             run.accelerator.load_state(str(folder))
             assert all(map(torch.equal, run.train(range(2, 4)), expected))
-    assert seen == [True] * (6 if rank() == 0 else 0)
+    assert seen == [True] * (4 if rank() == 0 else 0)
 
 
 @distributed(world_size=2)

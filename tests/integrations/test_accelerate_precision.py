@@ -104,7 +104,7 @@ def test_fp16_over_fp32_parameters_equals_ddp_with_torchs_scaler_also_where_a_st
                 2,
                 clip,
             )
-        for stage in STAGES:
+        for stage in (1, 3):
             with subtest(f"stage {stage}, clip {clip}"):
                 accelerator = accelerator_of(stage, mixed_precision="fp16", kwargs_handlers=[handler])
                 scales, weights, rates = scaled(accelerator, 2, clip)
@@ -153,7 +153,7 @@ def test_one_fp16_loss_of_two_models_is_scaled_once_and_two_optimizers_are_unsca
 
     handler = [GradScalerKwargs(init_scale=1024.0)]
     plain = run(accelerator_of(2, mixed_precision="no"), clip=False)
-    for stage in STAGES:
+    for stage in (1, 3):
         with subtest(f"stage {stage}, GradScaler"):
             for clip in (False, True):
                 found = run(accelerator_of(stage, mixed_precision="fp16", kwargs_handlers=handler), clip)
