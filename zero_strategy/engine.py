@@ -19,6 +19,7 @@ from zero_strategy import root_methods
 from zero_strategy.average import Averages
 from zero_strategy.bucket_set import BucketSet
 from zero_strategy.bucketing import check_model, describe_model
+from zero_strategy.checkpoint.saves import Saves
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.ledger import Ledger
 from zero_strategy.comm.topology import Topology
@@ -113,6 +114,7 @@ class ZeroEngine(EngineState):
         self._masters = Masters(self.config)
         self._adopt(Adoption(model, self._bucket_set.planned(), where, param_init_fn))
         self.averages = Averages(self._masters)
+        self._saves = Saves(self._collectives)
         self._ownership = Ownership(self._places)
         self.optimizers = self._ownership.optimizers
         self.loss_scaler = loss_scaler or LossScaler(self.config.fp16, is_active=False)
@@ -167,6 +169,7 @@ class ZeroEngine(EngineState):
         self._bucket_set.listen(self.averages.exchange)
         self.ledger.watch(self._ownership.memory)
         self.ledger.watch(self.averages.memory)
+        self.ledger.watch(self._saves.memory_use)
         self.ledger.watch(self._collectives.memory)
         self._backward.listen(on_end=self._on_backward_end, on_abort=self.ledger.note_backward)
         if self._bucket_set.trains_fp16():
@@ -279,6 +282,7 @@ class ZeroEngine(EngineState):
                 fix="Run the last backward of the window, and the step, outside of no_sync().",
             )
         self._require_intact()
+        self._saves.look()
         self.module_buffers.broadcast_due()
         self._lifecycle.reshard_idle()
         self._masters.follow_writes()
@@ -380,8 +384,27 @@ class ZeroEngine(EngineState):
     def close(self) -> None:
         """Take everything off the model that the engine has put on it, and give the process groups back.
 
-        To be called on all ranks. At stage 3 the parameters stay sharded: take what you need before.
+        To be called on all ranks. At stage 3 the parameters stay sharded: take what you need before. A save
+        that goes on is waited for.
+
+        Raises:
+            CheckpointError: That save has failed.
         """
+        try:
+            self._saves.close()
+        finally:
+            self._close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ShardingError(
+            what="A ZeroEngine was deep-copied.",
+            why="It holds process groups and is tied to one model.",
+            fix="Build another engine for the copy of the model; copy the model before it is sharded.",
+        )
+
+    # -- helpers --
+
+    def _close(self) -> None:
         self._ownership.close()
         root_methods.remove(self.model)
         self._forward.close()
@@ -392,15 +415,6 @@ class ZeroEngine(EngineState):
             self._publisher.close()
         finally:
             self._collectives.close()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise ShardingError(
-            what="A ZeroEngine was deep-copied.",
-            why="It holds process groups and is tied to one model.",
-            fix="Build another engine for the copy of the model; copy the model before it is sharded.",
-        )
-
-    # -- helpers --
 
     def _report(self) -> str:
         return write_report(

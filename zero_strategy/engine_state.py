@@ -21,6 +21,7 @@ from zero_strategy.checkpoint.export import DEFAULT_SHARD_SIZE_BYTES, ExportOpti
 from zero_strategy.checkpoint.opened import OpenCheckpoint
 from zero_strategy.checkpoint.parts import Parts
 from zero_strategy.checkpoint.save import Destination, save
+from zero_strategy.checkpoint.saves import IfBusy, Saves
 from zero_strategy.checkpoint.sixteen_bit import save_16bit
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.config import ZeroConfig
@@ -50,6 +51,7 @@ class EngineState:
     _masters: Masters
     _lifecycle: ParamLifecycle
     _publisher: Publisher
+    _saves: Saves
 
     # -- whole values --
 
@@ -190,11 +192,18 @@ class EngineState:
         tag: str | None = None,
         keep_last: int | None = None,
         weights_only: bool = False,
+        asynchronous: bool = False,
+        if_busy: IfBusy = "wait",
     ) -> None:
         """Write weights, masters, optimizers and `extra` into a folder. Collective.
 
         A folder that was not there before is there when it is complete. A checkpoint that was there stays
         valid until the new one is complete.
+
+        An asynchronous save returns when what it saves has been copied, into host memory that is kept for the
+        next one: as much as this rank's file has bytes. A process beside this one then writes the file. What
+        goes wrong there is raised by the next `optimizer.step()`, save, load or `wait_for_checkpoint()`, on
+        all ranks. `close()` and the end of the program wait for the save.
 
         Args:
             path: The folder; with a tag the outer one, in which `path/tag` is written and then named by the
@@ -204,16 +213,30 @@ class EngineState:
             keep_last: Delete the oldest complete checkpoints in `path` until so many are left, the new one
                 counted; None keeps all. What is damaged, or holds files that no save wrote, is not deleted.
             weights_only: Leave the optimizers out.
+            asynchronous: Return as soon as the state has been copied.
+            if_busy: What to do while an asynchronous save goes on: "wait" for it, or "refuse" this one.
 
         Raises:
-            CheckpointError: Something cannot be written; on all ranks.
-            ConfigError: The tag or `keep_last` cannot be used.
+            CheckpointError: Something cannot be written, another save goes on and this one was to be refused,
+                or the one before has failed; on all ranks.
+            ConfigError: The tag, `keep_last` or `if_busy` cannot be used.
         """
-        self._require_all_intact("save_checkpoint")
+        self._require_all_intact("save_checkpoint", f"asynchronous={asynchronous}, if_busy={if_busy!r}")
+        self._saves.make_way(if_busy)
         parts = self.parts()
         if weights_only:
             parts = parts._replace(optimizers=[], averages=[])
-        save(parts, Destination(os.fspath(path), tag, keep_last), extra)
+        background = self._saves if asynchronous else None
+        save(parts, Destination(os.fspath(path), tag, keep_last), extra, background)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no asynchronous save goes on any more. Collective.
+
+        Raises:
+            CheckpointError: It has failed; on all ranks.
+        """
+        self._begin_call("wait_for_checkpoint")
+        self._saves.wait()
 
     def load_checkpoint(self, path: str | os.PathLike[str], tag: str | None = None) -> Any:
         """Take over a checkpoint, saved at whatever world size, stage and bucket size. Collective.
@@ -235,6 +258,7 @@ class EngineState:
         """Open a checkpoint to take it over in steps, as `load_checkpoint` does at once. Collective."""
         self.averages.require_out()
         self.wait_for_weights()
+        self._saves.wait()
         self._ownership.num_steps = 0
         return OpenCheckpoint(self.parts(), os.fspath(path), tag)
 
@@ -254,14 +278,14 @@ class EngineState:
 
     # -- helpers --
 
-    def _begin_call(self, name: str) -> None:
+    def _begin_call(self, name: str, arguments: str = "") -> None:
         """Find out whether all ranks make the same call, before their gathers are mixed up."""
-        self._collectives.require_same([f"engine.{name}()"], "The call")
+        self._collectives.require_same([f"engine.{name}({arguments})"], "The call")
         self.wait_for_weights()
 
-    def _require_all_intact(self, name: str) -> None:
+    def _require_all_intact(self, name: str, arguments: str = "") -> None:
         """Begin a call that saves: what one rank has done to its model is raised on all. Collective."""
-        self._begin_call(name)
+        self._begin_call(name, arguments)
         self.averages.require_out()
         takes_grads = self._ownership.takes_gradients
         self._collectives.agree(check_intact(self.model, self._places, takes_grads=takes_grads))

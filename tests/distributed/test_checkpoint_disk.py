@@ -36,8 +36,8 @@ from tests.distributed.state_support import (
 )
 from tests.harness import distributed, expect_error, rank, run_ranks, subtest
 from tests.models import Mlp
-from zero_strategy.checkpoint import save as save_module
 from zero_strategy.checkpoint.format import MANIFEST_NAME
+from zero_strategy.checkpoint.safetensors_io import RankFile
 from zero_strategy.cli import main
 
 # -- on disk -------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def test_a_checkpoint_takes_no_more_than_its_tensors(tmp_path: Path) -> None:
 @distributed(world_size=2)
 def test_ranks_write_their_files_at_the_same_time(tmp_path: Path) -> None:
     """No rank waits for another's write, only for the end of all."""
-    write, engine, num_met = save_module._write_file, sharded(build(), stage=3), 0
+    write, engine, num_met = RankFile.write, sharded(build(), stage=3), 0
     meeting = dist.new_group(timeout=timedelta(seconds=30))
 
     def meet_and_write(*args: Any) -> Any:
@@ -74,7 +74,7 @@ def test_ranks_write_their_files_at_the_same_time(tmp_path: Path) -> None:
         return write(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_module, "_write_file", meet_and_write)
+        patch.setattr(RankFile, "write", meet_and_write)
         engine.save_checkpoint(tmp_path / "c")
     assert num_met == 1
     engine.close()

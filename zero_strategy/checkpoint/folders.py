@@ -51,6 +51,17 @@ def lock_folder(folder: Path, subject: Path | None = None) -> int | None:
     return descriptor
 
 
+def unlock_folder(lock: int) -> None:
+    """End a lock. Closing alone would not, while a process that was forked meanwhile holds it open.
+
+    Args:
+        lock: What `lock_folder` returned.
+    """
+    if fcntl is not None:
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
 def make_folder(folder: Path, *, may_exist: bool) -> None:
     """Make a folder, and those above it, so that they survive a power cut.
 

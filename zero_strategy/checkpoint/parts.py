@@ -15,6 +15,7 @@ from zero_strategy.bucket import Bucket
 from zero_strategy.checkpoint.format import (
     BufferRecord,
     FileRecord,
+    HFRecord,
     Manifest,
     OptimizerRecord,
     ParamRecord,
@@ -49,14 +50,51 @@ class Parts(NamedTuple):
     reshard_idle: Callable[[], None]  # to be called after weights have been written
 
 
-def manifest_of(parts: Parts, checkpoint_id: str, tables: list[Any], extra: Any) -> Manifest:
-    """Build the manifest of a save.
+class Description(NamedTuple):
+    """What a manifest says beside what is in the files: of an engine as it was when the save began."""
+
+    world_size: int
+    stage: int
+    params: dict[str, ParamRecord]
+    empty_params: dict[str, tuple[int, ...]]  # shapes of those without elements, of which no file has any
+    buffers: dict[str, BufferRecord]
+    optimizers: list[OptimizerRecord]  # without state that is no tensor, which comes with the files
+    loss_scaler: dict[str, float | int] | None
+    extra: Any  # the user's, as JSON
+    hf: HFRecord | None
+
+
+def describe(parts: Parts, extra: Any) -> Description:
+    """Describe an engine for a manifest.
 
     Args:
         parts: The engine.
+        extra: The user's, as JSON.
+
+    Raises:
+        CheckpointError: A param group holds what JSON cannot.
+    """
+    specs = [spec for bucket in parts.buckets for spec in bucket.layout.params]
+    return Description(
+        world_size=parts.collectives.world_size,
+        stage=parts.stage,
+        params=param_records(parts),
+        empty_params={spec.fqn: spec.shape for spec in specs if spec.numel == 0},
+        buffers=buffer_records(parts.model),
+        optimizers=[_optimizer_record(optimizer) for optimizer in parts.optimizers],
+        loss_scaler=parts.loss_scaler.state_dict() if parts.loss_scaler.is_active else None,
+        extra=extra,
+        hf=hf_record(parts.model),
+    )
+
+
+def manifest_of(description: Description, checkpoint_id: str, tables: list[Any]) -> Manifest:
+    """Build the manifest of a save.
+
+    Args:
+        description: Of the engine.
         checkpoint_id: The save's.
         tables: Of every rank: its file's name and record, what it holds, and state that is no tensor.
-        extra: The user's, as JSON.
     """
     pieces: dict[str, list[Piece]] = {}
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -65,26 +103,26 @@ def manifest_of(parts: Parts, checkpoint_id: str, tables: list[Any], extra: Any)
             kinds[name] = (tuple(shape), dtype)
             piece = Piece(file=file_name, key=name, file_start=0, start=start, numel=numel, checksum=checksum)
             pieces.setdefault(name, []).append(piece)
-    for spec in (spec for bucket in parts.buckets for spec in bucket.layout.params if spec.numel == 0):
-        kinds[model_tensor_name(spec.fqn)] = (spec.shape, "float32")
+    for fqn, shape in description.empty_params.items():
+        kinds[model_tensor_name(fqn)] = (shape, "float32")
     return Manifest(
         checkpoint_id=checkpoint_id,
-        world_size=parts.collectives.world_size,
-        stage=parts.stage,
+        world_size=description.world_size,
+        stage=description.stage,
         files={file_name: FileRecord(**record) for file_name, record, _, _ in tables},
-        params=param_records(parts),
-        buffers=buffer_records(parts.model),
+        params=description.params,
+        buffers=description.buffers,
         tensors={
             name: TensorEntry(name=name, shape=shape, dtype=dtype, pieces=tuple(pieces.get(name, ())))
             for name, (shape, dtype) in kinds.items()
         },
         optimizers=tuple(
-            _optimizer_record(optimizer, [plain_states[number] for *_, plain_states in tables])
-            for number, optimizer in enumerate(parts.optimizers)
+            _with_plain_state(optimizer, [plain_states[number] for *_, plain_states in tables])
+            for number, optimizer in enumerate(description.optimizers)
         ),
-        loss_scaler=parts.loss_scaler.state_dict() if parts.loss_scaler.is_active else None,
-        extra=extra,
-        hf=hf_record(parts.model),
+        loss_scaler=description.loss_scaler,
+        extra=description.extra,
+        hf=description.hf,
     )
 
 
@@ -138,14 +176,15 @@ def param_records(parts: Parts) -> dict[str, ParamRecord]:
 # -- helpers --
 
 
-def _optimizer_record(
-    optimizer: ShardedOptimizer, plain_of_ranks: list[dict[str, dict[str, Any]]]
-) -> OptimizerRecord:
+def _optimizer_record(optimizer: ShardedOptimizer) -> OptimizerRecord:
     groups = full_state.groups_as_json(optimizer.param_groups)
     for group, params in zip(groups, (group["params"] for group in optimizer.param_groups), strict=True):
         group["params"] = [full_state.fqn_of(optimizer, param) for param in params]
-    return OptimizerRecord(
-        class_name=optimizer.user_class,
-        param_groups=tuple(groups),
-        plain_state={fqn: state for plain in plain_of_ranks for fqn, state in plain.items()},
-    )
+    return OptimizerRecord(class_name=optimizer.user_class, param_groups=tuple(groups))
+
+
+def _with_plain_state(
+    record: OptimizerRecord, plain_of_ranks: list[dict[str, dict[str, Any]]]
+) -> OptimizerRecord:
+    plain_state = {fqn: state for plain in plain_of_ranks for fqn, state in plain.items()}
+    return record.model_copy(update={"plain_state": plain_state})

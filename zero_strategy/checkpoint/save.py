@@ -8,14 +8,15 @@ reading is `opened`'s.
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint import averages
+from zero_strategy.checkpoint.background import WriterProcess
+from zero_strategy.checkpoint.folders import unlock_folder
 from zero_strategy.checkpoint.format import (
     dtype_name,
     encode_extra,
@@ -24,10 +25,19 @@ from zero_strategy.checkpoint.format import (
     new_checkpoint_id,
     optim_tensor_name,
     rank_file_name,
-    write_rank_file,
 )
 from zero_strategy.checkpoint.full_weights import module_extra_states
-from zero_strategy.checkpoint.parts import MODULES_KEY, Parts, manifest_of, own_pieces, persistent_buffers
+from zero_strategy.checkpoint.parts import (
+    MODULES_KEY,
+    Description,
+    Parts,
+    describe,
+    manifest_of,
+    own_pieces,
+    persistent_buffers,
+)
+from zero_strategy.checkpoint.safetensors_io import FileLayout, RankFile
+from zero_strategy.checkpoint.saves import Saves
 from zero_strategy.checkpoint.staging import Staging, begin, discard, publish, staging_of
 from zero_strategy.checkpoint.tags import check_outer, check_tag, point_to, remove_oldest, remove_superseded
 from zero_strategy.comm.collectives import Collectives
@@ -49,9 +59,10 @@ class Run(NamedTuple):
 class _Stored(NamedTuple):
     """What one rank has to write."""
 
-    runs: list[Run]
+    tensors: list[tuple[str, Tensor]]  # as they are called in the file
+    rows: list[list[Any]]  # of each: name, shape, dtype, first element, number of elements, as JSON
     plain_states: list[dict[str, dict[str, Any]]]  # of each optimizer: FQN -> key -> value that is no tensor
-    extra: Any  # as JSON; of rank 0
+    description: Description | None  # of rank 0
 
 
 class Destination(NamedTuple):
@@ -76,29 +87,31 @@ class Begun(NamedTuple):
     metadata: dict[str, str]  # of the file
     lock: int | None  # of rank 0
 
-    def undo(self, collectives: Collectives) -> None:
-        """Remove what this rank has written; on rank 0 also the folder, if it was made for this save."""
-        with contextlib.suppress(OSError):
-            self.file.unlink(missing_ok=True)
-        if collectives.rank == 0:
-            discard(self.staging)
 
-    def end(self) -> None:
-        """Let other saves into the folder."""
-        if self.lock is not None:
-            os.close(self.lock)
+def save(parts: Parts, destination: Destination, extra: Any, background: Saves | None = None) -> None:
+    """Write a checkpoint. See `ZeroEngine.save_checkpoint`.
 
-
-def save(parts: Parts, destination: Destination, extra: Any) -> None:
-    """Write a checkpoint. See `ZeroEngine.save_checkpoint`."""
+    Args:
+        parts: The engine's.
+        destination: Where to.
+        extra: The user's state.
+        background: What goes on with the save once the state has been copied; None: this call does, without
+            a copy.
+    """
     collectives = parts.collectives
     stored = agreed(collectives, lambda: _what_to_store(parts, extra))
     begun = begin_save(collectives, destination)
+    rest = _Rest(begun, destination, stored, collectives.rank)
+    if background is None:
+        _finish(rest, collectives)
+        return
     try:
-        _write_and_commit(parts, begun, stored)
-        agreed(collectives, lambda: _point_and_prune(destination) if collectives.rank == 0 else None)
-    finally:
-        begun.end()
+        agreed(collectives, lambda: background.prepare(rest.copy))
+    except BaseException:
+        rest.undo()
+        rest.end()
+        raise
+    background.begin(str(destination.folder), begun.checkpoint_id, rest)
 
 
 def begin_save(collectives: Collectives, destination: Destination) -> Begun:
@@ -118,37 +131,93 @@ def begin_save(collectives: Collectives, destination: Destination) -> Begun:
     return Begun(checkpoint_id, staging, file, file_metadata(rank, world_size, checkpoint_id), lock)
 
 
-def _write_and_commit(parts: Parts, begun: Begun, stored: _Stored) -> None:
-    collectives = parts.collectives
-    try:
-        table = agreed(collectives, lambda: _write_file(begun.file, stored, begun.metadata))
-        tables = collectives.gather_json(table)
-        commit = _commit(parts, begun, tables, stored.extra) if collectives.rank == 0 else _nothing
-        agreed(collectives, commit)
-    except CheckpointError:
-        # All ranks know that nothing was committed. After any other error rank 0 may have committed already,
-        # and the files stay; if it did not, the next save removes them.
-        begun.undo(collectives)
-        raise
+class _Rest:
+    """What is left of a save when it is known what to write. The steps follow one another on some thread.
 
+    They know nothing of the other ranks and of the engine: see `_finish` and `PendingSave`.
+    """
 
-def _commit(parts: Parts, begun: Begun, tables: list[Any], extra: Any) -> Callable[[], None]:
-    def commit() -> None:
-        manifest_of(parts, begun.checkpoint_id, tables, extra).write(begun.staging.target)
+    def __init__(self, begun: Begun, destination: Destination, stored: _Stored, rank: int) -> None:
+        self._begun = begun
+        self._destination = destination
+        self._description = stored.description
+        self._plain_states = stored.plain_states
+        self._rows = stored.rows
+        self._tensors = stored.tensors
+        self._copied: tuple[WriterProcess, FileLayout] | None = None
+        self._is_first = rank == 0
+
+    def copy(self, background: Saves) -> None:
+        """Copy what is to be written, for the writer process."""
+        file = RankFile(self._begun.file, self._tensors, self._begun.metadata)
+        background.memory.reserve(file.layout.ends[-1])
+        background.memory.fill(file.placed())
+        self._copied = background.writer, file.layout
+        self._tensors = []
+
+    def write(self) -> Any:
+        """Write this rank's file and return what rank 0 needs for the manifest, as JSON."""
+        path = self._begun.file
+        if self._copied is None:
+            written = RankFile(path, self._tensors, self._begun.metadata).write()
+        else:
+            writer, layout = self._copied
+            written = layout.written(writer.write(path, layout.ends))
+        rows = zip(self._rows, written.tensors, strict=True)
+        table = [[*row, stored.checksum] for row, stored in rows]
+        record = {"num_bytes": written.num_bytes, "header_checksum": written.header_checksum}
+        return [path.name, record, table, self._plain_states]
+
+    def stop(self) -> None:
+        """Have `write` raise, where the writer process is at it."""
+        if self._copied is not None:
+            self._copied[0].kill()
+
+    def commit(self, tables: list[Any]) -> None:
+        """Make a checkpoint of the files of all ranks. Rank 0 only; if it raises, there is none."""
+        assert self._description is not None, "of rank 0"
+        begun = self._begun
+        manifest_of(self._description, begun.checkpoint_id, tables).write(begun.staging.target)
         publish(begun.staging)
 
-    return commit
+    def follow_up(self) -> None:
+        """Let `latest` name the checkpoint, then delete what is old. Rank 0 only; the checkpoint stays."""
+        if self._destination.tag is None:
+            return
+        outer = Path(self._destination.path)
+        point_to(outer, self._destination.tag)
+        remove_superseded(outer)
+        if self._destination.keep_last is not None:
+            remove_oldest(outer, self._destination.tag, self._destination.keep_last)
+
+    def undo(self) -> None:
+        """Remove what this rank has written; on rank 0 also the folder, if it was made for this save."""
+        with contextlib.suppress(OSError):
+            self._begun.file.unlink(missing_ok=True)
+        if self._is_first:
+            discard(self._begun.staging)
+
+    def end(self) -> None:
+        """Let other saves into the folder."""
+        if self._begun.lock is not None:
+            unlock_folder(self._begun.lock)
 
 
-def _point_and_prune(destination: Destination) -> None:
-    """Let `latest` name the checkpoint, then delete what is old; the checkpoint stays if this fails."""
-    if destination.tag is None:
-        return
-    outer = Path(destination.path)
-    point_to(outer, destination.tag)
-    remove_superseded(outer)
-    if destination.keep_last is not None:
-        remove_oldest(outer, destination.tag, destination.keep_last)
+def _finish(rest: _Rest, collectives: Collectives) -> None:
+    """Go on with a save here and now. Collective; in the background `PendingSave` does the same."""
+    is_first = collectives.rank == 0
+    try:
+        try:
+            tables = collectives.gather_json(agreed(collectives, rest.write))
+            agreed(collectives, lambda: rest.commit(tables) if is_first else None)
+        except CheckpointError:
+            # All ranks know that nothing was committed. After any other error rank 0 may have committed
+            # already, and the files stay; if it did not, the next save removes them.
+            rest.undo()
+            raise
+        agreed(collectives, lambda: rest.follow_up() if is_first else None)
+    finally:
+        rest.end()
 
 
 def _check(destination: Destination) -> None:
@@ -173,12 +242,14 @@ def _what_to_store(parts: Parts, extra: Any) -> _Stored:
     for number, optimizer in enumerate(parts.optimizers):
         _collect_state(number, optimizer, parts.collectives.rank, runs, plain_states[number])
     runs += [Run(*run) for run in averages.runs_of(parts)]
-    if parts.collectives.rank != 0:
-        return _Stored(runs, plain_states, None)
-    runs += _buffer_runs(parts.model)
-    encoded, tensors = _encode_extra(parts.model, extra)
-    runs += [Run(name, tuple(t.shape), 0, t.detach().reshape(-1)) for name, t in tensors.items()]
-    return _Stored(runs, plain_states, encoded)
+    description = None
+    if parts.collectives.rank == 0:
+        runs += _buffer_runs(parts.model)
+        encoded, tensors = _encode_extra(parts.model, extra)
+        runs += [Run(name, tuple(t.shape), 0, t.detach().reshape(-1)) for name, t in tensors.items()]
+        description = describe(parts, encoded)
+    rows = [[r.name, r.shape, dtype_name(r.values.dtype), r.start, r.values.numel()] for r in runs]
+    return _Stored([(run.name, run.values) for run in runs], rows, plain_states, description)
 
 
 def _own_runs(parts: Parts) -> Iterator[Run]:
@@ -220,17 +291,6 @@ def _collect_state(
                     plain.setdefault(spec.fqn, {})[key] = kind[1]
 
 
-def _write_file(file: Path, stored: _Stored, metadata: dict[str, str]) -> list[Any]:
-    """Write this rank's file and return what rank 0 needs for the manifest, as JSON."""
-    written = write_rank_file(file, [(run.name, run.values) for run in stored.runs], metadata)
-    table = [
-        [run.name, run.shape, dtype_name(run.values.dtype), run.start, run.values.numel(), record.checksum]
-        for run, record in zip(stored.runs, written.tensors, strict=True)
-    ]
-    record = {"num_bytes": written.num_bytes, "header_checksum": written.header_checksum}
-    return [file.name, record, table, stored.plain_states]
-
-
 def _buffer_runs(model: nn.Module) -> list[Run]:
     return [
         Run(model_tensor_name(names[0]), tuple(buffer.shape), 0, buffer.detach().reshape(-1))
@@ -246,7 +306,3 @@ def _encode_extra(model: nn.Module, extra: Any) -> tuple[Any, dict[str, Tensor]]
         return encoded, tensors
     encoded, tensors = encode_extra({"user": extra, "modules": of_modules})
     return {MODULES_KEY: encoded}, tensors
-
-
-def _nothing() -> None:
-    return None

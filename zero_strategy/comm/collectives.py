@@ -22,6 +22,7 @@ from torch import Tensor
 from zero_strategy import compat
 from zero_strategy.comm import ordered
 from zero_strategy.comm.ledger import Ledger, MemoryUse
+from zero_strategy.comm.letters import Letters
 from zero_strategy.comm.stops import StopRequest
 from zero_strategy.comm.topology import Topology
 from zero_strategy.comm.waits import Channel, Ticket
@@ -102,6 +103,10 @@ class Collectives:
     def _begin(self, channel: Channel, what: str) -> Ticket:
         self._watch.check()
         return self._watch.waits.begin(channel, what)
+
+    def open_letters(self) -> Letters:
+        """Open what ranks tell one another by without a collective. All ranks must have before one waits."""
+        return self._topology.open_letters()
 
     def close(self) -> None:
         """Give the process groups back. Not collective; safe to call twice."""

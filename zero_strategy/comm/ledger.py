@@ -25,6 +25,7 @@ class MemoryUse:
         optimizer: Optimizer state (moments and the like).
         averages: Averages of the weights, such as an EMA, in the masters' dtype.
         scalars: What the optimizer keeps per slice and not per element, such as step counters.
+        host_copy: What asynchronous saves copy into, from the first of them on.
         unsharded: Whole flat buffers that exist for the moment, at stage 3.
         padding: How many bytes of the kinds before are padding (they are included there).
     """
@@ -35,6 +36,7 @@ class MemoryUse:
     optimizer: int = 0
     averages: int = 0
     scalars: int = 0
+    host_copy: int = 0
     unsharded: int = 0
     padding: int = 0
 

@@ -23,7 +23,7 @@ def agreed(collectives: Collectives, work: Callable[[], T]) -> T:
         result = work()
     except Exception as raised:
         cause = raised
-        error = raised if isinstance(raised, ZeroError) else _told(raised)
+        error = as_zero_error(raised)
     try:
         collectives.agree(error)
     except ZeroError as everybodys:
@@ -31,8 +31,10 @@ def agreed(collectives: Collectives, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _told(raised: Exception) -> CheckpointError:
-    """Return another library's exception as one that all ranks can raise."""
+def as_zero_error(raised: Exception) -> ZeroError:
+    """Return an exception as one that can be told to other ranks: itself, or what it says."""
+    if isinstance(raised, ZeroError):
+        return raised
     why = "It was raised while state was written or read; the traceback above says where."
     fix = "If the error is not yours, please report it."
     if isinstance(raised, OSError):

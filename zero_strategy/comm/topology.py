@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 
 from zero_strategy.comm.causes import was_pickled
+from zero_strategy.comm.letters import Letters
 from zero_strategy.comm.links import Links
 from zero_strategy.comm.watch import Watch
+from zero_strategy.comm.words import Words
 from zero_strategy.compat import (
     default_timeout,
     native_all_gather,
@@ -64,6 +66,7 @@ class Topology:
         self.gather_group: dist.ProcessGroup | None = None
         self.reduce_group: dist.ProcessGroup | None = None
         self.control_group: dist.ProcessGroup | None = None
+        self._has_others = False
         self._finalizer: weakref.finalize[..., Topology] | None = None
         links = Links()
         self.watch = Watch(0, 1, links)
@@ -82,6 +85,7 @@ class Topology:
         self.native = _backend_for(device, backend) != "gloo"  # raises before any group is made
         timeout = default_timeout(device)
         is_fake = "fake" in backend
+        self._has_others = self.world_size > 1 and not is_fake
         self.gather_group = dist.new_group(timeout=timeout)
         self.reduce_group = dist.new_group(timeout=timeout)
         self.control_group = dist.new_group(timeout=timeout, backend="fake" if is_fake else "gloo")
@@ -108,6 +112,13 @@ class Topology:
         native_all_gather(everybodys, own, self.gather_group).wait()
         native_reduce_scatter_sum(own, everybodys, self.reduce_group).wait()
         float(own)  # waits for the device
+
+    def open_letters(self) -> Letters:
+        """Open what ranks tell one another by beside the training. All ranks must have before one waits."""
+        if not self._has_others or self.control_group is None:
+            return Letters(Words(None), 0, 1, self.watch.find_gone)
+        store = store_of_ranks(f"zero_strategy/{self.control_group.group_name}/letters")
+        return Letters(Words(store), self.rank, self.world_size, self.watch.find_gone)
 
     def close(self) -> None:
         """Give the process groups back. Not collective; safe to call twice."""

@@ -154,7 +154,7 @@ class Watch:
         deadline = time.monotonic() + (EXPLAIN_S if self._words.are_kept else 0.0)
         while self.failure is None and time.monotonic() < deadline:
             self._look()
-            if self.failure is None and (gone := self._find_gone(consequence)) is not None:
+            if self.failure is None and (gone := self._find_any_gone(consequence)) is not None:
                 self._end_all(gone)
             elif self._words.is_lost:
                 break
@@ -240,6 +240,19 @@ class Watch:
                 if not (self._words.read(f"state/{other}") or is_dead(self._processes[other]))
             ]
 
+    def find_gone(self, other: int, consequence: str) -> ShardingError | None:
+        """Return what has become of a rank that will never join in again; None if it may. For any thread.
+
+        Args:
+            other: The rank.
+            consequence: What follows, for the message.
+        """
+        if is_dead(self._processes.get(other, [])):
+            return causes.has_died(other, consequence)
+        if self._words.read(f"state/{other}") == _LEFT:
+            return causes.has_left(other, consequence)
+        return None
+
     # -- on the thread --
 
     def _run(self) -> None:
@@ -287,7 +300,7 @@ class Watch:
         is_ours = waiting.ticket.channel != "default"
         consequence = f"Rank {self._rank} waits in {waiting.ticket.what}{_here()}."
         # In other people's collectives a rank whose engine is closed may well join in.
-        if is_ours and (gone := self._find_gone(consequence)) is not None:
+        if is_ours and (gone := self._find_any_gone(consequence)) is not None:
             self._end_all(gone)
             return
         notes = self._steady_notes()
@@ -344,14 +357,10 @@ class Watch:
         """Say that nobody has failed in this run, unless somebody has already."""
         self._words.replace(self._failed_key(), "", _NOBODY)
 
-    def _find_gone(self, consequence: str) -> ShardingError | None:
+    def _find_any_gone(self, consequence: str) -> ShardingError | None:
         """Look for a rank that will never join in again."""
-        for other in self._others:
-            if is_dead(self._processes[other]):
-                return causes.has_died(other, consequence)
-            if self._words.read(f"state/{other}") == _LEFT:
-                return causes.has_left(other, consequence)
-        return None
+        found = (self.find_gone(other, consequence) for other in self._others)
+        return next((gone for gone in found if gone is not None), None)
 
     def _end_all(self, error: ShardingError) -> None:
         """End all ranks, this one too. The first error that a run has counts."""
