@@ -192,13 +192,15 @@ class EngineState:
         tag: str | None = None,
         keep_last: int | None = None,
         weights_only: bool = False,
+        trainable_only: bool = False,
         asynchronous: bool = False,
         if_busy: IfBusy = "wait",
     ) -> None:
         """Write weights, masters, optimizers and `extra` into a folder. Collective.
 
-        A folder that was not there before is there when it is complete. A checkpoint that was there stays
-        valid until the new one is complete.
+        With them go the states of every rank's random number generators: Python's, torch's, the device's, and
+        numpy's where it is in use. A folder that was not there before is there when it is complete. A
+        checkpoint that was there stays valid until the new one is complete.
 
         An asynchronous save returns when what it saves has been copied, into host memory that is kept for the
         next one: as much as this rank's file has bytes. A process beside this one then writes the file. What
@@ -212,7 +214,10 @@ class EngineState:
             tag: Such as "step-100".
             keep_last: Delete the oldest complete checkpoints in `path` until so many are left, the new one
                 counted; None keeps all. What is damaged, or holds files that no save wrote, is not deleted.
-            weights_only: Leave the optimizers out.
+            weights_only: Leave out optimizers, averages and random number generators.
+            trainable_only: Leave out frozen parameters, as of a large model with small adapters. Buffers are
+                stored, since training may change them. The checkpoint says so, and loads into a model whose
+                frozen parameters are there already.
             asynchronous: Return as soon as the state has been copied.
             if_busy: What to do while an asynchronous save goes on: "wait" for it, or "refuse" this one.
 
@@ -221,11 +226,14 @@ class EngineState:
                 or the one before has failed; on all ranks.
             ConfigError: The tag, `keep_last` or `if_busy` cannot be used.
         """
-        self._require_all_intact("save_checkpoint", f"asynchronous={asynchronous}, if_busy={if_busy!r}")
+        options = f"{asynchronous=}, {if_busy=}, {weights_only=}, {trainable_only=}"
+        self._require_all_intact("save_checkpoint", options)
         self._saves.make_way(if_busy)
         parts = self.parts()
         if weights_only:
-            parts = parts._replace(optimizers=[], averages=[])
+            parts = parts._replace(optimizers=[], averages=[], rng_device=None)
+        if trainable_only:
+            parts = parts._replace(buckets=[bucket for bucket in self.buckets if bucket.trainable])
         background = self._saves if asynchronous else None
         save(parts, Destination(os.fspath(path), tag, keep_last), extra, background)
 
@@ -238,12 +246,30 @@ class EngineState:
         self._begin_call("wait_for_checkpoint")
         self._saves.wait()
 
-    def load_checkpoint(self, path: str | os.PathLike[str], tag: str | None = None) -> Any:
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        weights_only: bool = False,
+        strict: bool = True,
+        rng: bool = True,
+    ) -> Any:
         """Take over a checkpoint, saved at whatever world size, stage and bucket size. Collective.
+
+        Parameters that are in other param groups than when it was saved keep their state, by name, and the
+        hyper-parameters given here.
 
         Args:
             path: The folder that `save_checkpoint` wrote, or the outer one of several; the same on all ranks.
             tag: Of one in the outer folder; None: the one that `latest` names, else the only one there is.
+            weights_only: Weights and buffers only. Masters follow; optimizers, averages, the loss scale and
+                random number generators stay as they are.
+            strict: Refuse weights, buffers and parameters of optimizers that are on one side only. If False
+                they stay as they are, their optimizer state begins anew, and one line of the log says which;
+                `open_checkpoint(path).load_all(strict=False)` returns them. Frozen parameters that were left
+                out by `trainable_only` may be missing all the same.
+            rng: Restore every rank's random number generators, where there are as many ranks as there were.
 
         Returns:
             The `extra` it was saved with.
@@ -252,7 +278,7 @@ class EngineState:
             CheckpointError: It is missing, incomplete, damaged, or of another model; on all ranks.
         """
         with self.open_checkpoint(path, tag) as opened:
-            return opened.load_all()
+            return opened.load_all(weights_only=weights_only, strict=strict, rng=rng).extra
 
     def open_checkpoint(self, path: str | os.PathLike[str], tag: str | None = None) -> OpenCheckpoint:
         """Open a checkpoint to take it over in steps, as `load_checkpoint` does at once. Collective."""
@@ -273,6 +299,7 @@ class EngineState:
             loss_scaler=self.loss_scaler,
             collectives=self._collectives,
             stage=self.config.stage,
+            rng_device=self._collectives.device,
             reshard_idle=self._lifecycle.reshard_idle,
         )
 

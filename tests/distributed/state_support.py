@@ -34,6 +34,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"stage": 3, "reduce_bucket_size": 1_000},
     {"stage": 3, "reduce_bucket_size": 100, **BF16},
     {"stage": 1, "reduce_bucket_size": 1_000, **BF16},
+    {"stage": 2, "reduce_bucket_size": 1_000, **BF16},
 ]
 
 

@@ -7,9 +7,12 @@ throughout.
 
 from __future__ import annotations
 
+import logging
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -26,7 +29,11 @@ from tests.integrations.lightning_support import (
     whole_weights,
     zero,
 )
+from tests.recorder import logged
+from zero_strategy.checkpoint.format import MANIFEST_NAME
+from zero_strategy.lightning import checkpoint_files
 from zero_strategy.lightning.checkpoints import RNG_KEY
+from zero_strategy.log import log_once
 
 
 def fit_and_save(strategy: Any, folder: Path, **keywords: Any) -> Path:
@@ -173,3 +180,72 @@ def test_engine_is_usable_after_fit() -> None:
             if dist.get_rank() == 0:
                 assert all(torch.equal(value, outcome.weights[name]) for name, value in whole.items())
             assert engine.ledger.comm["reduce_scatter"]["bytes_sent"] > 0
+
+
+@distributed(world_size=2)
+def test_folders_are_the_default_above_a_size_and_the_choice_is_logged_once(tmp_path: Path) -> None:
+    trainer = fit(zero(3), max_epochs=1).trainer
+    numel = sum(p.numel() * (1 + 2 * p.requires_grad) for p in TinyModule().parameters())  # weights, moments
+    cases = {
+        "small": (10 * 2**30, "files"),
+        "limit": (4 * numel, "files"),
+        "large": (4 * numel - 1, "folders"),
+    }
+    for name, (limit_bytes, kind) in cases.items():
+        with subtest(name), logged(logging.INFO) as lines, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint_files, "FULL_LIMIT_BYTES", limit_bytes)
+            log_once.cache_clear()
+            for path in (tmp_path / name, tmp_path / f"{name}-again"):
+                trainer.save_checkpoint(path)
+            assert (tmp_path / name / MANIFEST_NAME).is_file() == (kind == "folders")
+            assert (tmp_path / name).is_file() == (kind == "files")
+            found = [line for line in lines if line.startswith("Checkpoints are")]
+            assert len(found) == (dist.get_rank() == 0) and all(kind in line for line in found)
+    with subtest("the user's word counts"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_files, "FULL_LIMIT_BYTES", 0)
+        trainer = make_trainer(zero(1, state_dict_type="full"), max_epochs=1)
+        trainer.fit(TinyModule(), loader(), ckpt_path=tmp_path / "large")
+        trainer.save_checkpoint(tmp_path / "full")
+        assert (tmp_path / "full").is_file()
+
+
+def wide() -> TinyModule:
+    return TinyModule(width=100)
+
+
+def data_offsets(path: Path) -> list[int]:
+    """Return where each tensor of a file begins, in bytes."""
+    content = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        headers = [e.header_offset for e in archive.infolist() if "/data/" in e.filename and e.file_size > 4]
+    return [
+        at + 30 + sum(int.from_bytes(content[at + i : at + i + 2], "little") for i in (26, 28))
+        for at in headers
+    ]
+
+
+@distributed(world_size=2)
+def test_a_flipped_bit_in_a_single_file_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    path = fit_and_save(zero(3), tmp_path, make_module=wide)  # tensors, not what comes before, take the bytes
+    good = path.read_bytes()
+    offsets = data_offsets(path)
+    for index, finder in ((0, 0), (-1, 1)):  # each rank compares its part
+        with subtest(f"tensor {index}"):
+            dist.barrier()
+            if dist.get_rank() == 0:
+                flipped = bytearray(good)
+                flipped[offsets[index] + 1] ^= 4
+                path.write_bytes(flipped)
+            dist.barrier()
+            torch.load(path, weights_only=True)  # which does not see it
+            with expect_error(zs.CheckpointError, [f"[rank {finder}]", "is damaged", "/data/"]):
+                fit(zero(1), wide, ckpt_path=path)
+    with subtest("a file without checksums"):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(good)
+            content = torch.load(path, weights_only=True)
+            torch.serialization.set_crc32_options(False)
+            torch.save(content, path)
+        dist.barrier()
+        fit(zero(1), wide, ckpt_path=path)

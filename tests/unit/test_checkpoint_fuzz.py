@@ -1,7 +1,7 @@
 """Whatever a file or a folder has become, it loads or is refused by a CheckpointError: never another error.
 
-Seeded flips of one bit and cuts, over a single file of both of torch's formats and over a folder. A folder
-that loads gives the weights that were saved; a file has no checksums. Tolerance: none.
+Seeded flips of one bit and cuts, over a single file of both of torch's formats and over a folder. What
+loads is what was saved; a file of torch's old format alone has no checksums. Tolerance: none.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.state_support import assert_same
 from tests.synthetic_checkpoint import Description, same_bits, save, small_state
 from zero_strategy.checkpoint.format import CheckpointReader, decode_extra
 from zero_strategy.checkpoint.inspection import find_damage
@@ -59,7 +60,10 @@ def test_a_spoilt_file_is_refused_or_loads(tmp_path: Path, is_zip: bool, reader:
     for data in spoilt(buffer.getvalue(), seed=42):
         path.write_bytes(data)
         try:
-            assert isinstance(checkpoint_files.load_file(reader(), path, weights_only=None), dict)
+            found = checkpoint_files.load_file(reader(), path, weights_only=None, share=(0, 1))
+            assert isinstance(found, dict)
+            if is_zip:  # which has checksums of its parts
+                assert_same(found, content)
         except CheckpointError as error:
             num_refused += 1
             assert str(path) in error.what and error.why and error.fix
@@ -84,7 +88,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, data: bytes, reader: t
     path.write_bytes(data)
     for weights_only in (None, False):
         with pytest.raises(CheckpointError, match="thing") as caught:
-            checkpoint_files.load_file(reader(), path, weights_only=weights_only)
+            checkpoint_files.load_file(reader(), path, weights_only=weights_only, share=(0, 1))
         assert "damaged, or" in caught.value.why
 
 
@@ -118,7 +122,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     for reader in (TorchCheckpointIO(), OtherIO()):
         with pytest.raises(CheckpointError, match="no ordinary file"):
-            checkpoint_files.load_file(reader, pipe, weights_only=None)
+            checkpoint_files.load_file(reader, pipe, weights_only=None, share=(0, 1))
     (tmp_path / "c").mkdir()
     os.mkfifo(tmp_path / "c" / "manifest.json")
     with pytest.raises(CheckpointError, match="no ordinary file"):
@@ -143,6 +147,6 @@ def test_a_pickle_that_runs_code_is_refused_before_it_does(
     path = tmp_path / "last.ckpt"
     torch.save({"x": Bomb(tmp_path / "ran")}, path, _use_new_zipfile_serialization=is_zip)
     with pytest.raises(CheckpointError) as caught:
-        checkpoint_files.load_file(reader(), path, weights_only=None)
+        checkpoint_files.load_file(reader(), path, weights_only=None, share=(0, 1))
     assert not (tmp_path / "ran").exists()
     assert not is_zip or "mkdir" in caught.value.what

@@ -34,7 +34,9 @@ from zero_strategy.checkpoint.records import (
     model_tensor_name,
     new_checkpoint_id,
     optim_tensor_name,
+    param_of,
     rank_file_name,
+    rng_tensor_name,
 )
 from zero_strategy.checkpoint.safetensors_io import SafetensorsFile, StoredTensor, write_rank_file
 from zero_strategy.checkpoint.tags import choose, with_others
@@ -61,13 +63,16 @@ __all__ = [
     "model_tensor_name",
     "new_checkpoint_id",
     "optim_tensor_name",
+    "param_of",
     "plan_reads",
     "rank_file_name",
+    "rng_tensor_name",
     "write_rank_file",
 ]
 
 # Of a reader; far below the usual limit of 1024 a process, as there may be a file per rank.
 MAX_OPEN_FILES = 64
+VERIFY_BYTES = 2**20  # read at once where only the checksum is wanted: stays in the processor's cache
 
 
 class Read(NamedTuple):
@@ -224,7 +229,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: It differs, or the file cannot be read.
         """
-        chunk_numel = CHUNK_BYTES // entry.torch_dtype.itemsize
+        chunk_numel = VERIFY_BYTES // entry.torch_dtype.itemsize
         out = torch.empty(min(chunk_numel, piece.numel), dtype=entry.torch_dtype, device="cpu")
         for _ in self._chunks_of(entry, Read(piece, piece.start, piece.numel), out):
             pass

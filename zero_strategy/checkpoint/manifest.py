@@ -59,7 +59,7 @@ _OWN_FILE = re.compile(
 )
 
 _TENSOR_NAME = re.compile(
-    r"model/.+|extra/.+|average/[0-9]{1,9}/(num_updates|weights/.+)|optim/(?P<optimizer>[0-9]{1,9})/(?P<fqn>.+)/[^/]+",
+    r"model/.+|extra/.+|rng/[0-9]{1,9}|average/[0-9]{1,9}/(num_updates|weights/.+)|optim/(?P<optimizer>[0-9]{1,9})/(?P<fqn>.+)/[^/]+",
     re.DOTALL,
 )
 
@@ -78,6 +78,7 @@ class Manifest(Record):
     files: dict[FileName, FileRecord]
     params: dict[str, ParamRecord]
     buffers: dict[str, BufferRecord] = Field(default_factory=dict)
+    frozen_left_out: tuple[str, ...] = ()  # all names of frozen parameters that were not stored on purpose
     tensors: dict[str, TensorEntry]
     optimizers: tuple[OptimizerRecord, ...] = ()
     loss_scaler: dict[str, float | int] | None = None  # its `state_dict`, where losses are scaled

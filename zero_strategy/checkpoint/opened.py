@@ -3,28 +3,33 @@
 Every rank reads the ranges that it owns now, whatever the world size, stage or bucket size was that wrote
 them. `load_all` is what `ZeroEngine.load_checkpoint` does; a front end that lets its user change weights on
 their way in takes the steps one by one. Every method is collective. Made by the engine; the format is
-`format`'s business, whether a checkpoint fits is `fits`'.
+`format`'s business, whether a checkpoint fits is `fits`', and where what is read goes is `reading`'s.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_strategy.bucket import publish_all
 from zero_strategy.checkpoint import averages
-from zero_strategy.checkpoint.fits import optimizers_misfit, params_misfit, saved_groups, shapes_misfit
+from zero_strategy.checkpoint.fits import (
+    OptimizerMatch,
+    left_out_here,
+    match_optimizers,
+    params_misfit,
+    shapes_misfit,
+)
 from zero_strategy.checkpoint.format import (
     CheckpointReader,
     decode_extra,
     model_tensor_name,
-    optim_tensor_name,
+    rng_tensor_name,
 )
 from zero_strategy.checkpoint.full_weights import (
     LoadResult,
@@ -36,14 +41,26 @@ from zero_strategy.checkpoint.full_weights import (
     require_names,
     scatter,
 )
-from zero_strategy.checkpoint.parts import MODULES_KEY, Parts, persistent_buffers
+from zero_strategy.checkpoint.parts import MODULES_KEY, Parts
+from zero_strategy.checkpoint.reading import read_buffers, read_optimizers, read_params
+from zero_strategy.checkpoint.rng import can_go_on, from_tensor, set_state
 from zero_strategy.checkpoint.stored_weights import StoredWeights, stored_names
 from zero_strategy.checkpoint.tags import choose, with_others
+from zero_strategy.checkpoint.verifying import pieces_to_compare
 from zero_strategy.comm.together import agreed
 from zero_strategy.errors import CheckpointError
 from zero_strategy.log import log_event
-from zero_strategy.optim import full_state
-from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+
+_WEIGHTS = ("model/", "extra/")  # kinds of tensors: what a load of weights alone needs
+
+
+class Loaded(NamedTuple):
+    """What came of a load: the user's extra state, and what did not match."""
+
+    extra: Any
+    missing_keys: list[str]  # weights and buffers of the model that are not in the checkpoint: as they were
+    unexpected_keys: list[str]  # the other way round
+    begun_anew: list[str]  # parameters in an optimizer whose state the checkpoint does not have
 
 
 class OpenCheckpoint:
@@ -79,6 +96,9 @@ class OpenCheckpoint:
         path = self._path = os.path.join(path, chosen) if chosen else path
         # Rank 0 looks into every file; the others check those they read from.
         self._reader = agreed(collectives, lambda: CheckpointReader(path, check_files=collectives.rank == 0))
+        self._kinds: tuple[str, ...] = (*_WEIGHTS, "rng/")
+        self._kinds += ("optim/",) if parts.optimizers else ()
+        self._kinds += ("average/",) if parts.averages else ()
         self._is_verified = False
         self._extra: Any = None
         try:
@@ -97,24 +117,45 @@ class OpenCheckpoint:
 
     # -- runtime --
 
-    def load_all(self) -> Any:
-        """Take over everything and return the user's extra state. See `ZeroEngine.load_checkpoint`."""
+    def load_all(self, *, weights_only: bool = False, strict: bool = True, rng: bool = True) -> Loaded:
+        """Take over everything. See `ZeroEngine.load_checkpoint`.
+
+        Args:
+            weights_only: Leave optimizers, averages and random number generators as they are.
+            strict: Refuse names that are on one side only instead of returning them.
+            rng: Also restore this rank's random number generators.
+
+        Returns:
+            The user's extra state and what did not match, which is also in the log, in one line.
+
+        Raises:
+            CheckpointError: What is stored does not fit, or is damaged. Nothing was loaded then.
+        """
         parts, manifest = self._parts, self._reader.manifest
-        misfit = params_misfit(parts, manifest, self._path)
-        if misfit is None and parts.optimizers:
-            misfit = optimizers_misfit(parts, manifest, by_position=False)
-        parts.collectives.agree(misfit)
-        if manifest.optimizers and not parts.optimizers:
+        parts.collectives.require_same([f"{weights_only=}, {strict=}, {rng=}"], "The load")
+        if weights_only:
+            self._kinds = _WEIGHTS
+        parts.collectives.agree(params_misfit(parts, manifest, self._path) if strict else None)
+        matches = []
+        if parts.optimizers and not weights_only:
+            matches = self._match_optimizers(by_position=False, strict=strict)
+        if manifest.optimizers and not parts.optimizers and not weights_only:
             log_event(
                 f"{self._path} holds the state of {len(manifest.optimizers)} optimizers, and this engine "
                 f"has none: only weights are loaded. To go on training, call shard_optimizer() before "
                 f"load_checkpoint()."
             )
-        self.load_weights(self.weights(), strict=False)
-        if parts.optimizers:
-            self.load_optimizers()
-        self.load_averages()
-        return self.extra()
+        found = self.load_weights(self.weights(), strict=strict)
+        if matches:
+            self._take_optimizers(matches)
+        if not weights_only:
+            self.load_averages()
+            if rng:
+                self.load_rng()
+        anew = [fqn for match in matches for fqn in match.anew]
+        loaded = Loaded(self.extra(), *found, anew)
+        self._report(loaded)
+        return loaded
 
     def weights(self) -> StoredWeights:
         """Return the weights by name, to look at and to change before `load_weights`."""
@@ -126,7 +167,8 @@ class OpenCheckpoint:
         Args:
             weights: What `weights()` returned; what was changed in it, or any other mapping of whole tensors,
                 counts as rank 0 has it.
-            strict: Refuse missing and unexpected names instead of returning them.
+            strict: Refuse missing and unexpected names instead of returning them. Frozen parameters that were
+                left out on purpose may be missing all the same.
 
         Raises:
             CheckpointError: Shapes differ, or names do and `strict`, or what is stored is damaged.
@@ -135,17 +177,19 @@ class OpenCheckpoint:
         stored = weights.untouched if isinstance(weights, StoredWeights) else {}
         names = agreed(parts.collectives, lambda: names_given(weights) if is_first else [])
         stored, names = parts.collectives.broadcast_json([stored, names])
-        own = names_in(parts.model)
-        result = LoadResult([n for n in own if n not in names], [n for n in names if n not in own])
+        own, given = names_in(parts.model), set(names)
+        result = LoadResult([n for n in own if n not in given], [n for n in names if n not in own])
         if strict:
-            require_names(result, so_far="Nothing was loaded.")
+            may_lack = left_out_here(parts, self._reader.manifest)
+            missing = [name for name in result.missing_keys if name not in may_lack]
+            require_names(result._replace(missing_keys=missing), so_far="Nothing was loaded.")
         parts.collectives.agree(shapes_misfit(own, stored, self._reader.manifest))
         changed = agreed(parts.collectives, lambda: _changed(parts, weights, stored) if is_first else {})
         self._verify()
         sources = _sources_of(own, stored)
         with torch.no_grad():
-            agreed(parts.collectives, lambda: _read_params(parts, self._reader, sources))
-            agreed(parts.collectives, lambda: _read_buffers(parts, self._reader, sources))
+            agreed(parts.collectives, lambda: read_params(parts, self._reader, sources))
+            agreed(parts.collectives, lambda: read_buffers(parts, self._reader, sources))
         publish_all(parts.buckets)
         precise = MorePreciseWeights(changed, _master_reader(self._reader))
         scatter(parts.model, parts.buckets, parts.masters, precise, parts.collectives)
@@ -158,19 +202,33 @@ class OpenCheckpoint:
         Raises:
             CheckpointError: They are others than those saved.
         """
-        parts = self._parts
-        parts.collectives.agree(optimizers_misfit(parts, self._reader.manifest, by_position=True))
+        matches = self._match_optimizers(by_position=True, strict=True)
         self._verify()
-        with torch.no_grad():
-            agreed(parts.collectives, lambda: _read_optimizers(parts, self._reader))
-        if self._reader.manifest.loss_scaler is not None:
-            parts.loss_scaler.load_state_dict(self._reader.manifest.loss_scaler)
+        self._take_optimizers(matches)
 
     def load_averages(self) -> None:
         """Take over the averages of the weights; those that were not saved begin anew."""
         self._verify()
         with torch.no_grad():
             agreed(self._parts.collectives, lambda: averages.read_into(self._parts, self._reader))
+
+    def load_rng(self) -> dict[str, Any] | None:
+        """Restore this rank's random number generators, if as many ranks as there are have stored theirs.
+
+        Returns:
+            The state that was restored (see `rng.get_state`), or None.
+        """
+        parts, there = self._parts, self._reader.manifest.world_size
+        collectives, device = parts.collectives, parts.rng_device
+        name = rng_tensor_name(collectives.rank)
+        if rng_tensor_name(0) not in self._reader.manifest.tensors or device is None:
+            return None
+        if not can_go_on(self._path, there, collectives.world_size):
+            return None
+        self._verify()
+        state = agreed(collectives, lambda: from_tensor(self._reader.read(name)))
+        agreed(collectives, lambda: set_state(state, device))
+        return state
 
     def extra(self) -> Any:
         """Return the user's extra state."""
@@ -182,6 +240,43 @@ class OpenCheckpoint:
 
     # -- helpers --
 
+    def _match_optimizers(self, *, by_position: bool, strict: bool) -> list[OptimizerMatch]:
+        parts, manifest = self._parts, self._reader.manifest
+        return agreed(
+            parts.collectives,
+            lambda: match_optimizers(parts, manifest, by_position=by_position, strict=strict),
+        )
+
+    def _take_optimizers(self, matches: list[OptimizerMatch]) -> None:
+        parts = self._parts
+        with torch.no_grad():
+            agreed(parts.collectives, lambda: read_optimizers(parts, self._reader, matches))
+        if self._reader.manifest.loss_scaler is not None:
+            parts.loss_scaler.load_state_dict(self._reader.manifest.loss_scaler)
+        for number, match in enumerate(matches):
+            if match.groups is None:
+                log_event(
+                    f"The parameters of optimizer {number} are in other param groups than in {self._path}: "
+                    f"their state is taken by name, the hyper-parameters (lr, ...) are those given here."
+                )
+
+    def _report(self, loaded: Loaded) -> None:
+        """Say in one line what was not loaded."""
+        left_out = left_out_here(self._parts, self._reader.manifest)
+        missing = [name for name in loaded.missing_keys if name not in left_out]
+        said = [
+            f"{len(names)} {what} (first: {', '.join(names[:3])})"
+            for names, what in (
+                (missing, "weights of the model are not in it and stay as they are"),
+                (loaded.unexpected_keys, "names in it are not the model's"),
+                (loaded.begun_anew, "parameters begin with new optimizer state"),
+                (sorted(left_out), "frozen parameters were left out of it and stay as they are"),
+            )
+            if names
+        ]
+        if said:
+            log_event(f"Of the checkpoint {self._path}: {'; '.join(said)}.")
+
     def _verify(self) -> None:
         """Compare checksums, of all that may be loaded, before anything is overwritten.
 
@@ -189,15 +284,15 @@ class OpenCheckpoint:
         """
         if self._is_verified:
             return
-        collectives = self._parts.collectives
-        kinds = ["model/", "extra/"]
-        kinds += ["optim/"] if self._parts.optimizers else []
-        kinds += ["average/"] if self._parts.averages else []
-        agreed(
-            collectives,
-            lambda: _verify_share(self._reader, tuple(kinds), collectives.rank, collectives.world_size),
-        )
+        agreed(self._parts.collectives, self._verify_share)
         self._is_verified = True
+
+    def _verify_share(self) -> None:
+        try:
+            for entry, piece in pieces_to_compare(self._parts, self._reader.manifest, self._kinds):
+                self._reader.verify_piece(entry, piece)
+        except CheckpointError as error:
+            raise with_others(error, self._reader.folder) from error
 
     def _both_extras(self) -> dict[str, Any]:
         """Read the user's extra state and that of modules."""
@@ -256,83 +351,3 @@ def _check_same(paths_and_ids: list[list[str]]) -> None:
                 why="Every rank reads its part of the weights, so all must read the same checkpoint.",
                 fix="Pass the same path on every rank. Nothing was loaded.",
             )
-
-
-def _verify_share(reader: CheckpointReader, kinds: tuple[str, ...], rank: int, world_size: int) -> None:
-    """Compare the checksums of this rank's share of the checkpoint: pieces that lie next to one another."""
-    entries = [entry for name, entry in reader.manifest.tensors.items() if name.startswith(kinds)]
-    pieces = [(entry, piece) for entry in entries for piece in entry.pieces]
-    pieces.sort(key=lambda pair: (pair[1].file, pair[1].key))
-    share = slice(rank * len(pieces) // world_size, (rank + 1) * len(pieces) // world_size)
-    try:
-        for entry, piece in pieces[share]:
-            reader.verify_piece(entry, piece)
-    except CheckpointError as error:
-        raise with_others(error, reader.folder) from error
-
-
-# -- reading --
-
-
-def _read_params(parts: Parts, reader: CheckpointReader, sources: Mapping[str, str]) -> None:
-    """Read this rank's ranges of the parameters; `sources` maps their names to names in the checkpoint."""
-    for bucket in parts.buckets:
-        master = parts.masters.existing(bucket)
-        for piece in bucket.slices:
-            source = sources.get(bucket.layout.params[piece.param_index].fqn)
-            if source is None:
-                continue
-            values = reader.read(
-                model_tensor_name(source), piece.param_start, piece.param_start + piece.numel
-            )
-            bucket.param_shard[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
-            if master is not None:
-                master.weights[piece.shard_start : piece.shard_start + piece.numel].copy_(values)
-
-
-def _read_buffers(parts: Parts, reader: CheckpointReader, sources: Mapping[str, str]) -> None:
-    for buffer, names in persistent_buffers(parts.model):
-        if names[0] in sources:
-            buffer.data.copy_(reader.read_tensor(model_tensor_name(sources[names[0]])))
-
-
-def _read_optimizers(parts: Parts, reader: CheckpointReader) -> None:
-    keys: dict[tuple[int, str], list[str]] = {}
-    for name in reader.manifest.tensors:
-        if name.startswith("optim/"):
-            _, position, rest = name.split("/", 2)
-            fqn, _, key = rest.rpartition("/")
-            keys.setdefault((int(position), fqn), []).append(key)
-    for number, (optimizer, record) in enumerate(
-        zip(parts.optimizers, reader.manifest.optimizers, strict=True)
-    ):
-        full_state.load_groups(optimizer, [dict(group) for group in record.param_groups])
-        optimizer.state.clear()
-        for group, fqns in zip(optimizer.param_groups, saved_groups(record), strict=True):
-            for param, fqn in zip(group["params"], fqns, strict=True):
-                for key in keys.get((number, fqn), ()):
-                    _read_state(optimizer, param, group, reader, optim_tensor_name(number, fqn, key))
-                for _, weight in optimizer.slices_of(param):
-                    optimizer.state[weight].update(copy.deepcopy(record.plain_state.get(fqn, {})))
-
-
-def _read_state(
-    optimizer: ShardedOptimizer,
-    param: nn.Parameter,
-    group: dict[str, Any],
-    reader: CheckpointReader,
-    name: str,
-) -> None:
-    """Read one tensor of a parameter's state into this rank's slices of it."""
-    key = name.rpartition("/")[2]
-    is_shared = reader.entry(name).shape == ()
-    # State follows the dtype of what is optimized where that has changed since it was saved.
-    saved_dtype = reader.entry(model_tensor_name(name.split("/", 2)[2].rpartition("/")[0])).torch_dtype
-    for piece, weight in optimizer.slices_of(param):
-        if is_shared:
-            value = full_state.shared_value(reader.read_tensor(name), group, weight)
-        else:
-            value = reader.read(name, piece.param_start, piece.param_start + piece.numel).to(weight.device)
-            if weight.dtype != saved_dtype and value.is_floating_point():
-                value = value.to(weight.dtype)
-        optimizer.state[weight][key] = value

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from zero_strategy.average import AverageShards
@@ -47,6 +48,7 @@ class Parts(NamedTuple):
     averages: Sequence[AverageShards]
     collectives: Collectives
     stage: int
+    rng_device: torch.device | None  # the device's generators are stored beside the host's; None: none are
     reshard_idle: Callable[[], None]  # to be called after weights have been written
 
 
@@ -58,6 +60,7 @@ class Description(NamedTuple):
     params: dict[str, ParamRecord]
     empty_params: dict[str, tuple[int, ...]]  # shapes of those without elements, of which no file has any
     buffers: dict[str, BufferRecord]
+    frozen_left_out: tuple[str, ...]
     optimizers: list[OptimizerRecord]  # without state that is no tensor, which comes with the files
     loss_scaler: dict[str, float | int] | None
     extra: Any  # the user's, as JSON
@@ -81,6 +84,7 @@ def describe(parts: Parts, extra: Any) -> Description:
         params=param_records(parts),
         empty_params={spec.fqn: spec.shape for spec in specs if spec.numel == 0},
         buffers=buffer_records(parts.model),
+        frozen_left_out=_left_out(parts),
         optimizers=[_optimizer_record(optimizer) for optimizer in parts.optimizers],
         loss_scaler=parts.loss_scaler.state_dict() if parts.loss_scaler.is_active else None,
         extra=extra,
@@ -112,6 +116,7 @@ def manifest_of(description: Description, checkpoint_id: str, tables: list[Any])
         files={file_name: FileRecord(**record) for file_name, record, _, _ in tables},
         params=description.params,
         buffers=description.buffers,
+        frozen_left_out=description.frozen_left_out,
         tensors={
             name: TensorEntry(name=name, shape=shape, dtype=dtype, pieces=tuple(pieces.get(name, ())))
             for name, (shape, dtype) in kinds.items()
@@ -174,6 +179,13 @@ def param_records(parts: Parts) -> dict[str, ParamRecord]:
 
 
 # -- helpers --
+
+
+def _left_out(parts: Parts) -> tuple[str, ...]:
+    """Return the names of parameters that are in none of the buckets that are saved."""
+    saved = {id(param) for bucket in parts.buckets for param in bucket.params}
+    named = parts.model.named_parameters(remove_duplicate=False)
+    return tuple(name for name, param in named if id(param) not in saved)
 
 
 def _optimizer_record(optimizer: ShardedOptimizer) -> OptimizerRecord:

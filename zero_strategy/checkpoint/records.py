@@ -143,6 +143,22 @@ def average_tensor_name(average_index: int, fqn: str | None = None) -> str:
     return f"average/{average_index}/" + ("num_updates" if fqn is None else f"weights/{fqn}")
 
 
+def param_of(tensor_name: str) -> str | None:
+    """Return the parameter or buffer that a stored tensor belongs to, None if it belongs to none."""
+    kind, _, rest = tensor_name.partition("/")
+    if kind == "model":
+        return rest
+    if kind == "optim":
+        return rest.partition("/")[2].rpartition("/")[0]
+    found = rest.partition("/weights/")[2]
+    return found if kind == "average" and found else None
+
+
+def rng_tensor_name(rank: int) -> str:
+    """Name the stored state of a rank's random number generators."""
+    return f"rng/{rank}"
+
+
 def optim_tensor_name(optimizer_index: int, fqn: str, state_key: str) -> str:
     """Name the stored tensor of one optimizer state of a parameter."""
     return f"optim/{optimizer_index}/{fqn}/{state_key}"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from zero_strategy.checkpoint import averages
+from zero_strategy.checkpoint import averages, rng
 from zero_strategy.checkpoint.background import WriterProcess
 from zero_strategy.checkpoint.folders import unlock_folder
 from zero_strategy.checkpoint.format import (
@@ -25,6 +25,7 @@ from zero_strategy.checkpoint.format import (
     new_checkpoint_id,
     optim_tensor_name,
     rank_file_name,
+    rng_tensor_name,
 )
 from zero_strategy.checkpoint.full_weights import module_extra_states
 from zero_strategy.checkpoint.parts import (
@@ -242,6 +243,9 @@ def _what_to_store(parts: Parts, extra: Any) -> _Stored:
     for number, optimizer in enumerate(parts.optimizers):
         _collect_state(number, optimizer, parts.collectives.rank, runs, plain_states[number])
     runs += [Run(*run) for run in averages.runs_of(parts)]
+    if parts.rng_device is not None:
+        state = rng.to_tensor(rng.get_state(parts.rng_device))
+        runs.append(Run(rng_tensor_name(parts.collectives.rank), tuple(state.shape), 0, state))
     description = None
     if parts.collectives.rank == 0:
         runs += _buffer_runs(parts.model)

@@ -83,6 +83,7 @@ class Collectives:
     def __init__(self, topology: Topology, ledger: Ledger) -> None:
         self.rank = topology.rank
         self.world_size = topology.world_size
+        self.device = topology.device
         self._topology = topology
         self._watch = topology.watch
         self.stop = StopRequest()

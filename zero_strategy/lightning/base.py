@@ -62,7 +62,7 @@ class ZeroStrategyBase(_Base):  # type: ignore[misc]
     def __init__(self, stage: int | None = None, config: Any = None, **keywords: Any) -> None:
         wanted = (*DDP_KEYWORDS, self.precision_keyword)
         ddp_keywords = {name: keywords.pop(name) for name in wanted if name in keywords}
-        self._state_dict_type: str = keywords.pop("state_dict_type", "full")
+        self._state_dict_type: str | None = keywords.pop("state_dict_type", None)
         check_type(self._state_dict_type)
         self._param_init_fn: InitFn | None = keywords.pop("param_init_fn", None)
         refuse_others_keywords(keywords)
@@ -79,7 +79,7 @@ class ZeroStrategyBase(_Base):  # type: ignore[misc]
     def setup_environment(self) -> None:
         """Refuse what cannot work, then begin as `DDPStrategy` does."""
         kind = type(self.checkpoint_io).__name__
-        if self._is_sharded and kind != "TorchCheckpointIO":
+        if self._state_dict_type == "sharded" and kind != "TorchCheckpointIO":
             raise ConfigError(
                 what=f"state_dict_type='sharded' cannot be used with the CheckpointIO {kind}.",
                 why="A CheckpointIO writes one file from rank 0; here every rank writes its own part.",
@@ -112,7 +112,7 @@ class ZeroStrategyBase(_Base):  # type: ignore[misc]
 
     @property
     def _is_sharded(self) -> bool:
-        """Whether checkpoints are written as folders."""
+        """Whether checkpoints are written as folders; files if nobody has said so."""
         return self._state_dict_type == "sharded"
 
     @contextmanager

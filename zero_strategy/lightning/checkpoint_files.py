@@ -24,33 +24,53 @@ import numpy
 import torch
 from torch import Tensor
 
+from zero_strategy.bucket import Bucket
+from zero_strategy.checkpoint.durable import CHUNK_BYTES
 from zero_strategy.checkpoint.format import MANIFEST_NAME
 from zero_strategy.checkpoint.opened import OpenCheckpoint
+from zero_strategy.checkpoint.verifying import nth_part
 from zero_strategy.comm.together import agreed
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError, ConfigError, ZeroError
-from zero_strategy.log import log_event
+from zero_strategy.estimate import ADAM_STATE_BYTES, FP32_MASTER_BYTES
+from zero_strategy.log import log_event, log_once
 
 STATE_DICT_TYPES = ("full", "sharded")  # a file, a folder
 MASTERS_KEY = "zero_strategy_masters"  # in a checkpoint file: fp32 weights under the names of the state dict
 CONTENT_KEY = "lightning"  # of a folder's extra state: what the framework keeps, as torch has saved it
 
+# Of whole state, above which folders are the default: rank 0 would have to hold as much at once, and to write
+# it alone. A model of 0.8e9 parameters in fp32 with Adam is as large.
+FULL_LIMIT_BYTES = 10 * 2**30
+
 T = TypeVar("T")
 
 
-def check_type(state_dict_type: str) -> None:
-    """Refuse a kind of checkpoint that there is not.
+def check_type(state_dict_type: str | None) -> None:
+    """Refuse a kind of checkpoint that there is not; None leaves the choice to the size of the state.
 
     Raises:
         ConfigError: It is none of `STATE_DICT_TYPES`.
     """
-    if state_dict_type not in STATE_DICT_TYPES:
+    if state_dict_type is not None and state_dict_type not in STATE_DICT_TYPES:
         raise ConfigError(
             what=f"state_dict_type={state_dict_type!r} is not known.",
             why="'full' writes one file of whole tensors, which plain Lightning loads; 'sharded' a folder, "
             "into which every rank writes its part.",
             fix=f"Use one of {', '.join(map(repr, STATE_DICT_TYPES))}.",
         )
+
+
+def prefers_folders(engine: ZeroEngine) -> bool:
+    """Return whether the whole state is too large for one file, and say so once."""
+    whole_bytes = sum(_whole_bytes(bucket, bool(engine.optimizers)) for bucket in engine.buckets)
+    is_large = whole_bytes > FULL_LIMIT_BYTES
+    log_once(
+        f"Checkpoints are {'folders that every rank writes to' if is_large else 'single files'}: the whole "
+        f"state has about {whole_bytes / 2**30:.1f} GiB, and folders are the default above "
+        f"{FULL_LIMIT_BYTES / 2**30:g} GiB. state_dict_type='full' or 'sharded' decides otherwise."
+    )
+    return is_large
 
 
 # -- folders --
@@ -108,6 +128,11 @@ def is_folder(path: Any) -> bool:
     return isinstance(path, str | os.PathLike) and os.path.isdir(_without_scheme(path))
 
 
+def is_remote(path: Any) -> bool:
+    """Whether a path is a URL of something else than the local file system."""
+    return "://" in _without_scheme(path)
+
+
 def refuse_storage_options(storage_options: Any) -> None:
     """Refuse what a folder has no use for.
 
@@ -125,7 +150,9 @@ def refuse_storage_options(storage_options: Any) -> None:
 # -- files --
 
 
-def load_file(checkpoint_io: Any, path: Any, *, weights_only: bool | None) -> dict[str, Any]:
+def load_file(
+    checkpoint_io: Any, path: Any, *, weights_only: bool | None, share: tuple[int, int]
+) -> dict[str, Any]:
     """Read a file of whole tensors.
 
     Lightning's own reader would give every rank a copy; from a local file the tensors are memory-mapped
@@ -135,6 +162,7 @@ def load_file(checkpoint_io: Any, path: Any, *, weights_only: bool | None) -> di
         checkpoint_io: Reads it, unless it is Lightning's own reader and the file a local one.
         path: The file.
         weights_only: False lets it hold objects of any class, and so run code.
+        share: This rank and how many there are: each compares the CRCs of a part of a local file.
 
     Raises:
         CheckpointError: It is missing, damaged, or holds other classes than torch loads safely.
@@ -147,6 +175,8 @@ def load_file(checkpoint_io: Any, path: Any, *, weights_only: bool | None) -> di
             why="It is read in several places, and mapped into memory.",
             fix="Pass the path that a checkpoint was saved to.",
         )
+    if is_local:
+        _check_crcs(_without_scheme(path), f"the file {path}", share)
     if is_local and type(checkpoint_io).__name__ == "TorchCheckpointIO":
         return _load(_without_scheme(path), f"the file {path}", weights_only)
     try:
@@ -200,6 +230,14 @@ def own(value: T) -> T:
 # -- helpers --
 
 
+def _whole_bytes(bucket: Bucket, is_trained: bool) -> int:
+    """Return a bucket's bytes in a file: weights, and where it trains masters and as much state as Adam."""
+    itemsize = bucket.flat.element_size()
+    if bucket.trainable and is_trained:
+        itemsize += ADAM_STATE_BYTES + (FP32_MASTER_BYTES if itemsize < FP32_MASTER_BYTES else 0)
+    return bucket.layout.numel * itemsize
+
+
 def _without_scheme(path: Any) -> str:
     """Return a path as the operating system knows it; a local one may be written as a URL."""
     text: str = os.fspath(path)
@@ -208,7 +246,7 @@ def _without_scheme(path: Any) -> str:
 
 def _local_folder(path: Any) -> str:
     text = _without_scheme(path)
-    if "://" in text:
+    if is_remote(path):
         raise CheckpointError(
             what=f"A checkpoint folder cannot be written to {text!r}.",
             why="Every rank writes its own part, into a file system that all ranks share.",
@@ -254,6 +292,32 @@ def _load(source: Any, subject: str, weights_only: bool | None) -> dict[str, Any
     except Exception as error:
         raise _not_loaded(source, subject, error) from error
     return _require_dict(content, subject)
+
+
+def _check_crcs(path: str, subject: str, share: tuple[int, int]) -> None:
+    """Compare the CRCs that `torch.save` has written beside every tensor; `torch.load` does not."""
+    try:
+        if zipfile.is_zipfile(path):
+            _compare_crcs(path, share)
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(
+            what=f"{subject[:1].upper()}{subject[1:]} is damaged: {error}.",
+            why="What is there has another checksum than what was written.",
+            fix="Use another copy, or an earlier checkpoint.",
+        ) from error
+    except Exception as error:
+        raise _not_loaded(path, subject, error) from error
+
+
+def _compare_crcs(path: str, share: tuple[int, int]) -> None:
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        for entry in nth_part(entries, [entry.file_size for entry in entries], *share):
+            # torch compresses nothing; torch.serialization.set_crc32_options(False) leaves the CRCs out.
+            if entry.compress_type == zipfile.ZIP_STORED and entry.CRC != 0:
+                with archive.open(entry) as content:
+                    while content.read(CHUNK_BYTES):
+                        pass
 
 
 def _require_dict(content: Any, subject: str) -> dict[str, Any]:

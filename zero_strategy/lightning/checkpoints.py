@@ -20,19 +20,20 @@ from typing import Any
 
 import torch
 
+from zero_strategy.checkpoint import rng
 from zero_strategy.checkpoint.full_weights import MorePreciseWeights
 from zero_strategy.checkpoint.opened import OpenCheckpoint
 from zero_strategy.comm.together import agreed
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError
 from zero_strategy.front_ends.engines import has_16_bit_weights
-from zero_strategy.lightning import checkpoint_files, rng
+from zero_strategy.lightning import checkpoint_files
 from zero_strategy.lightning.checkpoint_files import MASTERS_KEY
 from zero_strategy.lightning.finetuning import restore_param_groups
 from zero_strategy.lightning.stock_callbacks import trained_weights_key
 from zero_strategy.log import log_event
 
-RNG_KEY = "zero_strategy_rng"  # in a checkpoint: the state of each rank's random number generators
+RNG_KEY = "zero_strategy_rng"  # in a file: the state of each rank's random number generators
 # Taken over at once, so they may stay mapped from the file; anybody may keep the rest.
 MAPPED_KEYS = ("state_dict", "current_model_state", "optimizer_states", MASTERS_KEY)
 
@@ -51,6 +52,16 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
         """Forget what a former run has not come to: it may have made no step, or have failed in between."""
         self._forget_loading()
         super().setup_environment()
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether checkpoints are written as folders: as the user has said, else by the size of the state."""
+        asked: str | None = self._state_dict_type
+        if asked is not None:
+            return asked == "sharded"
+        is_stock = type(self.checkpoint_io).__name__ == "TorchCheckpointIO"
+        can_be_folder = is_stock and not _saves_remotely(self.lightning_module.trainer)
+        return can_be_folder and checkpoint_files.prefers_folders(self.engine)
 
     # -- saving --
 
@@ -74,18 +85,19 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write one file through the `CheckpointIO`, on rank 0, or a folder. Collective.
 
-        Beside what Lightning has put there, a checkpoint to resume from holds the state of every rank's
-        random number generators; and a file the fp32 masters of 16-bit weights, which a folder has anyway.
+        Beside what Lightning has put there, a file to resume from holds the state of every rank's random
+        number generators and the fp32 masters of 16-bit weights. A folder has both anyway.
         """
         engine: ZeroEngine = self.engine
         resumable = "optimizer_states" in checkpoint
         if resumable:
-            checkpoint[RNG_KEY] = engine.collectives.gather_json(rng.get_state(self.root_device))
             _note_open_window(self.lightning_module.trainer)
         if self._is_sharded:
             checkpoint_files.refuse_storage_options(storage_options)
             checkpoint_files.save_folder(engine, filepath, checkpoint, weights_only=not resumable)
             return
+        if resumable:
+            checkpoint[RNG_KEY] = engine.collectives.gather_json(rng.get_state(self.root_device))
         if checkpoint.get("optimizer_states") and has_16_bit_weights(engine):
             checkpoint[MASTERS_KEY] = engine.full_state_dict(dtype=torch.float32, trainable_only=True)
         io, first = self.checkpoint_io, self.is_global_zero
@@ -131,9 +143,12 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
             content = {**content, "state_dict": weights}
         else:
             io = self.checkpoint_io
+            share = (self.global_rank, self.world_size)
             content = agreed(
                 engine.collectives,
-                lambda: _owned(checkpoint_files.load_file(io, checkpoint_path, weights_only=weights_only)),
+                lambda: _owned(
+                    checkpoint_files.load_file(io, checkpoint_path, weights_only=weights_only, share=share)
+                ),
             )
         try:
             _require_lightnings(content, checkpoint_path)
@@ -163,8 +178,8 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
             self._load_optimizers(states)
         else:
             log_event("The checkpoint has no optimizer states (any more): the optimizers begin anew.")
-        self._opened = None
         self._load_rng(checkpoint)
+        self._opened = None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, the first after a resume inside an epoch with the random numbers of its time."""
@@ -215,20 +230,21 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
 
     def _load_rng(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore this rank's random number generators. See [Note: Random numbers]."""
-        states = checkpoint.get(RNG_KEY)
-        if states is None:  # of another strategy
-            return
-        if len(states) != self.world_size:
-            log_event(
-                f"The checkpoint was written by {len(states)} ranks and is read by {self.world_size}: random "
-                f"numbers (dropout) do not go on where they were."
-            )
-            return
-        own = states[self.global_rank]
-        agreed(self.engine.collectives, lambda: rng.set_state(own, self.root_device))
+        own = self._rng_of_file(checkpoint.get(RNG_KEY))
+        if self._opened is not None:
+            with self._opened as opened:
+                own = opened.load_rng()
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         inside_epoch = progress["current"]["ready"] > 0 and not progress["is_last_batch"]
         self._rng_at_first_step = own if inside_epoch else None
+
+    def _rng_of_file(self, states: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+        """Restore and return this rank's state; None of a file that another strategy has written."""
+        if states is None or not rng.can_go_on("The checkpoint", len(states), self.world_size):
+            return None
+        own = states[self.global_rank]
+        agreed(self.engine.collectives, lambda: rng.set_state(own, self.root_device))
+        return own
 
 
 def _asked_weights_only(trainer: Any) -> bool | None:
@@ -245,6 +261,12 @@ def _asked_weights_only(trainer: Any) -> bool | None:
             return asked
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def _saves_remotely(trainer: Any) -> bool:
+    """Whether checkpoints go to where only a `CheckpointIO` can write."""
+    callbacks = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    return any(checkpoint_files.is_remote(path) for path in (trainer.default_root_dir, *callbacks) if path)
 
 
 def _note_open_window(trainer: Any) -> None:

@@ -107,8 +107,10 @@ class FabricCheckpointHooks(_Base):  # type: ignore[misc]
         if checkpoint_files.is_folder(path):
             return self._load_folder(path, state, strict, weights_only)
         io = self.checkpoint_io
+        # A rank that looks at its share only needs to hear of the others.
+        share = (0, 1) if self._meeting_point(state) is None else (self.global_rank, self.world_size)
         content: dict[str, Any] = self._together(
-            state, lambda: checkpoint_files.load_file(io, path, weights_only=weights_only)
+            state, lambda: checkpoint_files.load_file(io, path, weights_only=weights_only, share=share)
         )
         if isinstance(state, nn.Module):
             self.load_module_state_dict(state, content, strict=strict)
@@ -158,16 +160,20 @@ class FabricCheckpointHooks(_Base):  # type: ignore[misc]
     # -- helpers --
 
     def _together(self, state: Any, work: Callable[[], T]) -> T:
-        """Do a rank's part of something all ranks do; where no model has been set up, nobody waits.
+        """Do a rank's part of something all ranks do; where no model has been set up, nobody waits."""
+        engine = self._meeting_point(state)
+        return work() if engine is None else agreed(engine.collectives, work)
 
-        By the groups of the first engine in `state`, which is the same on every rank. Which of the others
-        still live is not: that depends on when each rank's garbage is collected.
+    def _meeting_point(self, state: Any) -> ZeroEngine | None:
+        """Return the engine by whose groups ranks meet over `state`: the first in it, the same on every rank.
+
+        Which of the others still live is not: that depends on when each rank's garbage is collected.
         """
         found = state.values() if isinstance(state, Mapping) else [state]
         living = self._living_engines()
         named = [engine for engine in (_engine_among(living, value) for value in found) if engine is not None]
         engines = named or living[-1:]
-        return agreed(engines[0].collectives, work) if engines else work()
+        return engines[0] if engines else None
 
 
 def _engine_among(engines: Iterable[ZeroEngine], value: Any) -> ZeroEngine | None:

@@ -50,7 +50,9 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         stage: 1, 2 or 3. By default what `config` says, else 3.
         config: A `ZeroConfig`, a dict or the path of a JSON file in the schema of `ds_config.json`.
         state_dict_type: What a checkpoint is: "full", one file that plain Lightning loads too, or "sharded",
-            a folder into which every rank writes its part. Either is loaded, whatever this says.
+            a folder into which every rank writes its part. By default files, but folders where the whole
+            state is above 10 GiB (and it goes to a local path through Lightning's own `CheckpointIO`). Either
+            is loaded, whatever this says.
         **keywords: Settings of `ZeroConfig`, which beat `config`; and these of Lightning's `DDPStrategy`:
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend, timeout, start_method. `param_init_fn` is the engine's, for modules on meta
