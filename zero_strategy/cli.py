@@ -57,6 +57,16 @@ examples:
   zero-strategy verify runs/step-1000
   zero-strategy verify runs || echo "the latest checkpoint is damaged"
 """
+_IMPORT_EXAMPLES = """
+examples:
+  zero-strategy import deepspeed-run imported
+  zero-strategy import deepspeed-run/global_step500 imported
+  zero-strategy import deepspeed-run imported --tag global_step400 --optimizer AdamW
+  zero-strategy import deepspeed-run imported --weights-only
+
+Then, at any number of ranks and any stage, with the same model and optimizer:
+  extra = engine.load_checkpoint("imported")
+"""
 _EXPLAIN_EXAMPLES = """
 examples:
   zero-strategy explain ds_config.json
@@ -150,6 +160,24 @@ def _verify(parsed: argparse.Namespace) -> int:
     return EXIT_ERROR if damage else EXIT_OK
 
 
+def _import(parsed: argparse.Namespace) -> int:
+    from zero_strategy.checkpoint.importers.run import ImportOptions, import_checkpoint
+
+    options = ImportOptions(
+        tag=parsed.tag,
+        optimizer=parsed.optimizer,
+        weights_only=parsed.weights_only,
+        force=parsed.force,
+    )
+    report = import_checkpoint(parsed.source, parsed.out, options)
+    print(f"read {', '.join(f'{key} {value}' for key, value in report.source.items())}")
+    print(f"wrote {report.num_params} parameters, {report.num_bytes:,} bytes, to {report.out}")
+    print(f"optimizer: {report.optimizer or 'none, weights only'}")
+    for note in report.notes:
+        print(f"note: {note}")
+    return EXIT_OK
+
+
 def _explain(parsed: argparse.Namespace) -> int:
     from zero_strategy.config_explain import config_page, explain, render
     from zero_strategy.config_source import read_file
@@ -186,6 +214,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_consolidate(commands)
     _add_inspect(commands)
     _add_verify(commands)
+    _add_import(commands)
     _add_explain(commands)
     commands.add_parser(
         "launch",
@@ -261,6 +290,33 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument("checkpoint", metavar="CKPT", type=Path, help=CHECKPOINT_HELP)
     command.add_argument("--json", action="store_true", help="print a JSON object")
     command.set_defaults(run=_verify)
+
+
+def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "import",
+        help="turn a checkpoint of DeepSpeed into one of zero_strategy",
+        description="Turn a checkpoint of DeepSpeed (ZeRO stage 1, 2 or 3, any number of ranks) into a "
+        "folder that engine.load_checkpoint takes: weights, frozen ones too, buffers, optimizer, loss scale. "
+        "DeepSpeed need not be installed, and nothing that the files name is run.",
+        epilog=_IMPORT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "source", metavar="SRC", type=Path, help="the checkpoint folder, or the folder of a tag; only read"
+    )
+    command.add_argument(
+        "out", metavar="OUT", type=Path, help="the folder to write: new, empty, or an earlier output of SRC"
+    )
+    command.add_argument("--tag", help="the save in SRC to take (default: the one its file 'latest' names)")
+    command.add_argument(
+        "--optimizer",
+        metavar="CLASS",
+        help="the class of the optimizer that goes on, such as AdamW (default: as the checkpoint says)",
+    )
+    command.add_argument("--weights-only", action="store_true", help="leave the optimizer out")
+    command.add_argument("--force", action="store_true", help="replace another checkpoint in OUT")
+    command.set_defaults(run=_import)
 
 
 def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

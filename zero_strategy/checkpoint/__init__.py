@@ -8,6 +8,7 @@ the above), `inspection` (a folder as a table), `hf` (what a Hugging Face folder
 weights of a running engine), `parts` (what of an engine goes into a checkpoint), `together` (so that all
 ranks raise if one fails), `stored_weights`, `opened` (loading), `save`. Whole weights for others: `streamed`
 (a tensor chunk by chunk), `output_file`, `torch_archive`, `export_selection` (names), `weight_files`,
-`export_target` (the folder), `export`, `consolidate`, `sixteen_bit`. Up to `format` nothing knows what a
+`export_target` (the folder), `export`, `consolidate`, `sixteen_bit`. Files of others: `restricted_pickle`,
+`importers`. Up to `format` nothing knows what a
 bucket is.
 """

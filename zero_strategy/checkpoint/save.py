@@ -249,7 +249,7 @@ def _what_to_store(parts: Parts, extra: Any) -> _Stored:
     description = None
     if parts.collectives.rank == 0:
         runs += _buffer_runs(parts.model)
-        encoded, tensors = _encode_extra(parts.model, extra)
+        encoded, tensors = encode_with_modules(extra, module_extra_states(parts.model))
         runs += [Run(name, tuple(t.shape), 0, t.detach().reshape(-1)) for name, t in tensors.items()]
         description = describe(parts, encoded)
     rows = [[r.name, r.shape, dtype_name(r.values.dtype), r.start, r.values.numel()] for r in runs]
@@ -302,10 +302,13 @@ def _buffer_runs(model: nn.Module) -> list[Run]:
     ]
 
 
-def _encode_extra(model: nn.Module, extra: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Encode the user's extra state, and with it what modules return from `get_extra_state`."""
+def encode_with_modules(extra: Any, of_modules: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """Encode the user's extra state, and with it what modules return from `get_extra_state`.
+
+    Raises:
+        CheckpointError: Something in it cannot be stored. See `extra.encode_extra`.
+    """
     encoded, tensors = encode_extra(extra)  # first, for a message that begins where the user's own begins
-    of_modules = module_extra_states(model)
     if not of_modules:
         return encoded, tensors
     encoded, tensors = encode_extra({"user": extra, "modules": of_modules})
