@@ -133,6 +133,11 @@ def test_all_gather_fills_the_ranges_of_the_others_in_place() -> None:
                 assert torch.equal(flat, torch.cat(shards)) and flat.data_ptr() == address
                 sent = (world_size() - 1) * shard_numel * dtype.itemsize
                 assert ledger.comm["all_gather"] == {"calls": 1, "bytes_sent": sent}
+            with subtest(f"{dtype} {numel} to rank 0"):
+                whole = collectives.gather_to_first(shards[rank()], "test")
+                assert whole is None if rank() else torch.equal(whole, torch.cat(shards))
+                sent = shard_numel * dtype.itemsize if rank() else 0
+                assert ledger.comm["control"] == {"calls": 1, "bytes_sent": sent}
 
 
 @distributed(world_size=2)

@@ -315,6 +315,16 @@ def test_what_a_killed_run_has_left_is_deleted_and_a_run_that_goes_on_is_not(tmp
     assert names_in(tmp_path) == {"checkpoint", "out"} | kept
 
 
+def test_of_several_checkpoints_the_latest_is_consolidated(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save(tmp_path / "runs" / f"step-{number}", {"a": torch.full((3,), float(number))}, 2)
+    with pytest.raises(CheckpointError, match="holds 2 checkpoints"):
+        consolidate(tmp_path / "runs", tmp_path / "out")
+    (tmp_path / "runs" / "latest").write_text("step-1\n")
+    consolidate(tmp_path / "runs", tmp_path / "out")
+    assert torch.equal(weights_of(tmp_path / "out")["a"], torch.ones(3))
+
+
 def test_a_folder_with_other_files_is_refused_unless_forced(tmp_path: Path) -> None:
     out = tmp_path / "out"
     save(tmp_path / "checkpoint", {"a": torch.ones(3)}, 2)

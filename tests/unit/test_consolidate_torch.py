@@ -6,6 +6,7 @@ Oracles: the tensors that were saved, read back by `torch.load(weights_only=True
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -23,7 +24,7 @@ from zero_strategy.checkpoint import torch_archive
 from zero_strategy.checkpoint.consolidate import consolidate
 from zero_strategy.checkpoint.elements import DTYPES
 from zero_strategy.checkpoint.export import MARKER_NAME, ExportOptions
-from zero_strategy.checkpoint.output_file import OutputFile
+from zero_strategy.checkpoint.output_file import BUFFER_BYTES, OutputFile
 from zero_strategy.checkpoint.parts import MODULES_KEY
 from zero_strategy.errors import CheckpointError
 
@@ -198,7 +199,7 @@ def test_a_disk_that_refuses_and_a_damaged_checkpoint_leave_nothing(
             consolidate(tmp_path / "checkpoint", tmp_path / "out", options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    assert "File too large" in caught.value.why
+    assert "File too large" in caught.value.what and "Check free space" in caught.value.fix
     assert names_in(tmp_path) == {"checkpoint"}
     path = next((tmp_path / "checkpoint").glob("rank-00000-*"))
     with open(path, "r+b") as file:
@@ -207,6 +208,21 @@ def test_a_disk_that_refuses_and_a_damaged_checkpoint_leave_nothing(
     with pytest.raises(CheckpointError, match=path.name):
         consolidate(tmp_path / "checkpoint", tmp_path / "out", options)
     assert names_in(tmp_path) == {"checkpoint"}
+
+
+def test_a_file_written_behind_holds_what_was_written_however_it_was_cut(tmp_path: Path) -> None:
+    content = os.urandom(3 * BUFFER_BYTES + 1)
+    cuts = [0, 1, 7, BUFFER_BYTES, BUFFER_BYTES, 2 * BUFFER_BYTES + 9, len(content)]
+    with OutputFile(tmp_path / "file") as file:
+        for start, stop in itertools.pairwise(cuts):
+            scratch = bytearray(content[start:stop])
+            assert file.write(memoryview(scratch)) == stop - start and file.tell() == stop
+            scratch[:] = bytes(len(scratch))  # the caller's own again
+    assert (tmp_path / "file").read_bytes() == content
+    with pytest.raises(RuntimeError, match="half-way"), OutputFile(tmp_path / "other") as file:
+        file.write(content)
+        raise RuntimeError("half-way")
+    assert names_in(tmp_path) == {"file"}
 
 
 @pytest.mark.parametrize("options", [ExportOptions(), TORCH], ids=["safetensors", "torch"])

@@ -15,7 +15,7 @@ from zero_strategy.checkpoint.format import CheckpointReader, decode_extra, mode
 from zero_strategy.checkpoint.parts import MODULES_KEY
 from zero_strategy.checkpoint.streamed import StreamedTensor
 
-READ_BYTES = 4 * 2**20  # at once; it stays in the processor's cache until it is written
+READ_BYTES = 2**20  # at once: small enough to stay in a core's cache until it has been copied on
 
 
 def consolidate(

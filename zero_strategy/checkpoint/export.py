@@ -65,8 +65,8 @@ def export(source: Source, out: str | os.PathLike[str], options: ExportOptions |
     that the source or `hf_files` has. It is written beside its place and moved there at the end, so a failure
     leaves nothing behind, and a second run over an earlier output of the same source replaces it.
 
-    Memory: a few buffers of 4 MiB and two of the source's chunks. Tied weights: see `export_selection`,
-    [Note: Tied weights].
+    Memory: a few buffers of 4 MiB and two of the source's chunks. Tied weights: see [Note: Tied weights] in
+    `export_selection`.
 
     Args:
         source: What to write.

@@ -11,31 +11,32 @@ of small tensors, and lets the caller use its own memory again at once.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+
+from zero_strategy.checkpoint.durable import NewFile
 
 BUFFER_BYTES = 4 * 2**20
 NUM_BUFFERS = 3  # one is filled, one is written, one is ready to be written
 
 
 class OutputFile:
-    """A new file: whole and on the disk when the block is left, or not there. See [Note: Written behind].
+    """A `NewFile` that is written to behind its writer's back. See [Note: Written behind].
 
     Usage::
 
         with OutputFile(path) as file:
             file.write(view)  # any number of times; a file for `zipfile` too, which asks `tell()`
 
-    What the system refuses is raised as it is, an OSError, by the call during which it comes to light.
+    What the system refuses is raised by the call during which it comes to light, at the end of the block at
+    last.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._file = NewFile(path)
         self._num_bytes = 0
-        self._descriptor = -1
         self._thread = ThreadPoolExecutor(max_workers=1)  # has no thread before something is handed over
         self._buffer: memoryview | None = None  # [BUFFER_BYTES], of which the first bytes are filled
         self._filled_bytes = 0
@@ -43,28 +44,30 @@ class OutputFile:
         self._under_way: deque[tuple[Future[None], memoryview]] = deque()
 
     def __enter__(self) -> OutputFile:
-        # O_EXCL: the folder is this run's own, so a file that is there belongs to somebody else.
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._file.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_whole = False
+        failure = error
         try:
             if error is None:
                 self._hand_over()
                 self._wait(until_under_way=0)
-                os.fsync(self._descriptor)
-                is_whole = True
+        except BaseException as raised:
+            failure = raised
+            raise
         finally:
             self._thread.shutdown(wait=True, cancel_futures=True)
-            os.close(self._descriptor)
-            if not is_whole:
-                self._path.unlink(missing_ok=True)
+            self._file.__exit__(None if failure is None else type(failure), failure, None)
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append bytes and return how many. The caller may overwrite them at once."""
+        """Append bytes and return how many. The caller may overwrite them at once.
+
+        Raises:
+            CheckpointError: The system refuses these, or some from before.
+        """
         view = memoryview(data).cast("B")
         taken_bytes = 0
         while taken_bytes < len(view):
@@ -90,7 +93,7 @@ class OutputFile:
     def _hand_over(self) -> None:
         if self._buffer is not None:
             full = self._buffer[: self._filled_bytes]
-            self._under_way.append((self._thread.submit(_write_all, self._descriptor, full), self._buffer))
+            self._under_way.append((self._thread.submit(self._write_out, full), self._buffer))
             self._buffer, self._filled_bytes = None, 0
 
     def _wait(self, *, until_under_way: int) -> None:
@@ -99,7 +102,6 @@ class OutputFile:
             written.result()
             self._free.append(buffer)
 
-
-def _write_all(descriptor: int, view: memoryview) -> None:
-    while view:  # one write may take less than all
-        view = view[os.write(descriptor, view) :]
+    def _write_out(self, view: memoryview) -> None:
+        self._file.write(view)
+        self._file.begin_flush()

@@ -109,7 +109,7 @@ def layout_of(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> FileL
         CheckpointError: A dtype cannot be stored, or the header would be too long.
     """
     ordered = tuple(sorted(specs, key=lambda spec: -spec.dtype.itemsize))  # stable
-    return FileLayout(header_bytes(ordered, metadata), ordered, tuple(spec.key for spec in specs))
+    return FileLayout(_header(ordered, metadata), ordered, tuple(spec.key for spec in specs))
 
 
 class SafetensorsWriter:
@@ -254,12 +254,7 @@ def _unique(path: Path, items: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[s
         yield key, tensor
 
 
-def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Return what a file begins with whose tensors lie one after the other in the order of `specs`.
-
-    Raises:
-        CheckpointError: A dtype cannot be stored, or the header would be too long.
-    """
+def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offset_bytes = 0
     for spec in specs:

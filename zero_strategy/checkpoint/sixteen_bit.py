@@ -21,7 +21,7 @@ from zero_strategy.checkpoint.records import ParamRecord
 from zero_strategy.comm.together import agreed
 from zero_strategy.log import log_event
 
-CHUNK_BYTES = 4 * 2**20  # converted at once
+CHUNK_BYTES = 2**20  # converted at once: small enough to stay in a core's cache
 _NO_MORE = -1  # instead of the index of a bucket
 
 

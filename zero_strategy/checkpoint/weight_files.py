@@ -17,7 +17,7 @@ from zero_strategy.checkpoint.elements import bytes_of
 from zero_strategy.checkpoint.export_selection import Selection
 from zero_strategy.checkpoint.folders import write_json
 from zero_strategy.checkpoint.output_file import OutputFile
-from zero_strategy.checkpoint.safetensors_io import TensorSpec, header_bytes
+from zero_strategy.checkpoint.safetensors_io import TensorSpec, layout_of
 from zero_strategy.checkpoint.streamed import StreamedTensor
 from zero_strategy.checkpoint.torch_archive import write_archive
 
@@ -90,13 +90,13 @@ def _split(selection: Selection, max_bytes: int) -> list[_Shard]:
 
 
 def _write_safetensors(path: Path, shard: _Shard, metadata: Mapping[str, str], progress: _Progress) -> None:
-    # By element size, so that every tensor is aligned; stable.
-    tensors = sorted(shard.tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    specs = [TensorSpec(tensor.names[0], tensor.shape, tensor.dtype) for tensor in tensors]
+    by_key = {tensor.names[0]: tensor for tensor in shard.tensors}
+    specs = [TensorSpec(key, tensor.shape, tensor.dtype) for key, tensor in by_key.items()]
+    layout = layout_of(specs, metadata)
     with OutputFile(path) as file:
-        file.write(header_bytes(specs, metadata))
-        for tensor in tensors:
-            _write_elements(tensor, file, progress)
+        file.write(layout.header)
+        for spec in layout.specs:
+            _write_elements(by_key[spec.key], file, progress)
 
 
 def _write_torch(path: Path, shard: _Shard, metadata: Mapping[str, str], progress: _Progress) -> None:

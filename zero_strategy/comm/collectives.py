@@ -147,9 +147,14 @@ class Collectives:
             shard: This rank's.
             name: The bucket's, for messages.
 
+        Returns:
+            On the device of the shard, or on the host where the backend sends host memory only.
+
         Shapes:
             shard [shard_numel] -> [N * shard_numel]
         """
+        if not self._topology.native:
+            shard = shard.cpu()
         whole = None
         if self.rank == 0:
             whole = torch.empty(self.world_size * shard.numel(), dtype=shard.dtype, device=shard.device)

@@ -104,7 +104,8 @@ def start_gather(
 ) -> list[dist.Work]:
     """Start sending this rank's range to rank 0, or on rank 0 receiving those of all others.
 
-    torch's gather on gloo receives into a copy of the whole. See [Note: Messages have names].
+    On the host not by torch's gather, which receives into a copy of the whole. See [Note: Messages have
+    names].
 
     Shapes:
         own [shard_numel] -> whole [N * shard_numel] on rank 0, whose own range is left alone; else None
@@ -112,7 +113,7 @@ def start_gather(
     if group is None:
         return []
     shards = [] if whole is None else [as_bytes(shard) for shard in whole.chunk(group.size())]
-    if own.device.type != "cpu":  # gloo sends and receives host memory only, but gathers any
+    if own.device.type != "cpu":
         work = dist.gather(as_bytes(own), shards or None, group=group, group_dst=0, async_op=True)
         return [] if work is None else [work]
     tag = _tag_of(name)
