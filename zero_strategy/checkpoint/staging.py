@@ -113,7 +113,10 @@ def hide(folder: Path, checkpoint_id: str) -> None:
 
 
 def _remove_leftovers(staging: Staging, is_alone: bool) -> None:
-    for path in staging.final.parent.iterdir():
+    beside: list[Path] = []
+    with contextlib.suppress(OSError):  # a folder that may be written to and not listed
+        beside = list(staging.final.parent.iterdir())
+    for path in beside:
         found = _STAGING_NAME.fullmatch(path.name)
         if found is None or path == staging.target or path.is_symlink() or not path.is_dir():
             continue
