@@ -47,6 +47,8 @@ PRELOAD_IF_USED = [
     "pytorch_lightning",
     "accelerate",
     "transformers",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
 ]
 GRACE_S = 0.2  # seconds the other ranks have to report their own failure after the first, so that both show
 

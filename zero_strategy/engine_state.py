@@ -79,6 +79,11 @@ class EngineState:
                     bucket.take_written()
                 self._masters.take_params()
 
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether a forward gathers parameters, so that every rank must run as many of them."""
+        return self.config.shards_params and not self._lifecycle.is_all_whole
+
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
         """Return the averaged gradient of a parameter, whole. Collective.
 

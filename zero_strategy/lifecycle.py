@@ -186,6 +186,11 @@ class ParamLifecycle:
             if bucket.is_whole and not (self._num_users[bucket] or stays or in_backward):
                 self._reshard_or_keep(bucket)
 
+    @property
+    def is_all_whole(self) -> bool:
+        """Whether `all_whole` has made everything whole at this moment."""
+        return self._num_all_whole > 0
+
     @contextmanager
     def all_whole(self) -> Iterator[None]:
         """Make everything whole for a block of code, outside of any pass and any limit. Collective."""

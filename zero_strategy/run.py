@@ -60,6 +60,7 @@ def _prepare(parsed: argparse.Namespace) -> None:
     from zero_strategy.accelerate.launch_block import FILE_KEY, Launch
     from zero_strategy.accelerate.launcher import find_launcher
     from zero_strategy.accelerate.plugin import ZeroPlugin
+    from zero_strategy.transformers import rebinding as trainers
 
     launch = environment.find_launch() or find_launcher()
     options = {"zero_stage": parsed.zero_stage, FILE_KEY: parsed.config}
@@ -76,6 +77,7 @@ def _prepare(parsed: argparse.Namespace) -> None:
     if get_launched_world_size() > 1 and not torch.accelerator.is_available():
         environment.use_cpu()
     rebinding.install()
+    trainers.install()
 
 
 def _run(parsed: argparse.Namespace) -> None:

@@ -102,7 +102,7 @@ for name in ("ZeroStrategy", "FabricZeroStrategy"):
 
 FAILING_REGISTRATION = """
 import pathlib, sys, tempfile, warnings
-from zero_strategy.lightning.importing import call_after_import
+from zero_strategy.front_ends.importing import call_after_import
 folder = tempfile.TemporaryDirectory()
 pathlib.Path(folder.name, "newcomer.py").write_text("value = 3")
 sys.path.append(folder.name)

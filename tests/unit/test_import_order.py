@@ -49,7 +49,8 @@ ORDER = [
     "checkpoint.importers.deepspeed_runs", "checkpoint.importers.deepspeed",
     "checkpoint.importers.detect", "checkpoint.importers.run",
     "root_methods", "report", "engine_checks", "engine_state", "engine", "clip_given", "ema",
-    "front_ends.settings", "front_ends.grad_scaler", "front_ends.engines",
+    "front_ends.importing", "front_ends.upstream",
+    "front_ends.settings", "front_ends.grad_scaler", "front_ends.engines", "front_ends.generation",
     "lightning", "accelerate", "transformers",
     "cli", "run",
 ]  # fmt: skip

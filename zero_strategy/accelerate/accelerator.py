@@ -33,6 +33,7 @@ from zero_strategy.accelerate.upstream import require_tested
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError
 from zero_strategy.front_ends.engines import engine_for, find_engine, move_rest, reusable_engine
+from zero_strategy.front_ends.generation import let_ranks_wait
 from zero_strategy.front_ends.grad_scaler import to_zero_scaler
 from zero_strategy.log import get_launched_world_size, log_once
 from zero_strategy.loss_scaler import LossScaler
@@ -189,6 +190,7 @@ class ZeroAccelerator(CheckpointMethods, GradientMethods):
                 )
             if device is not None:
                 move_rest(module, device)
+            let_ranks_wait(engine)
         self._share_loss_scale(engine)
         known = [other for other in self.living_engines() if other is not engine]
         self._engines = [weakref.ref(other) for other in [*known, engine]]

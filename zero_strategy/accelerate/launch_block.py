@@ -18,6 +18,7 @@ from zero_strategy.log import log_once
 ZERO = "zero_optimization."
 FILE_KEY = "deepspeed_config_file"
 DEFAULT_STAGE = 2  # of Accelerate, where neither the block nor its file has one
+DEFAULT_ORIGIN = "Accelerate's default"
 
 
 class Launch(NamedTuple):
@@ -121,7 +122,7 @@ def settings_of_block(block: Mapping[str, Any], origin: str) -> tuple[Settings, 
     if not path:
         for dotted in ("bf16.enabled", "fp16.enabled"):
             settings[dotted] = Setting("auto", origin)
-        settings.setdefault(f"{ZERO}stage", Setting(DEFAULT_STAGE, "Accelerate's default"))
+        settings.setdefault(f"{ZERO}stage", Setting(DEFAULT_STAGE, DEFAULT_ORIGIN))
     return settings, faults
 
 

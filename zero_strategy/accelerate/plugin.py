@@ -36,6 +36,7 @@ class ZeroPlugin:
         config: As the user wrote it, not resolved.
         state_dict_type: What `save_state` writes of models and optimizers.
         param_init_fn: Fills what is on meta.
+        gathers_to_generate: Whether a Trainer that generates makes the model whole for all of an evaluation.
         optimizer: The block `optimizer` of the config, with dotted keys below it; empty if there is none.
         scheduler: The block `scheduler`, likewise.
     """
@@ -47,6 +48,7 @@ class ZeroPlugin:
         *,
         state_dict_type: str = "full",
         param_init_fn: InitFn | None = None,
+        gathers_to_generate: bool = False,
         **keywords: Any,
     ) -> None:
         """Read a config.
@@ -58,6 +60,9 @@ class ZeroPlugin:
                 plain Accelerate. "sharded": a folder for each model, every rank its part. `load_state`
                 takes either.
             param_init_fn: Fills modules on meta that have no `reset_parameters`.
+            gathers_to_generate: At stage 3, `Seq2SeqTrainer` with `predict_with_generate` makes the model
+                whole once for an evaluation, instead of block by block for every token: fewer messages, and
+                memory for the whole model.
             **keywords: Settings of `ZeroConfig`, which beat `config`.
 
         Raises:
@@ -75,6 +80,7 @@ class ZeroPlugin:
         self.optimizer, self.scheduler = blocks["optimizer"], blocks["scheduler"]
         self.state_dict_type = state_dict_type
         self.param_init_fn = param_init_fn
+        self.gathers_to_generate = gathers_to_generate
 
     @classmethod
     def of_launch(cls, launch: Launch) -> ZeroPlugin:
@@ -86,6 +92,16 @@ class ZeroPlugin:
         settings, faults = settings_of_block(launch.block, launch.origin)
         if faults:
             raise error_of(faults)
+        return cls.of_settings(settings)
+
+    @classmethod
+    def of_settings(cls, settings: Settings) -> ZeroPlugin:
+        """Return what settings say, wherever they come from; stage 3 if they name none.
+
+        Raises:
+            ConfigError: A setting is unknown or cannot be honoured.
+        """
+        settings = dict(settings)
         blocks = {name: _take(settings, name) for name in _TAKEN_OUT}
         plugin = cls(config=ZeroConfig.from_settings(settings))
         plugin.optimizer, plugin.scheduler = blocks["optimizer"], blocks["scheduler"]

@@ -6,33 +6,10 @@ holds it against what is installed. `require_tested` refuses versions that the t
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import inspect
-from typing import Any, NamedTuple
-
-from zero_strategy.errors import ConfigError
+from zero_strategy.front_ends.upstream import Name, untested
 
 PACKAGE = "accelerate"
 FIRST, LAST = (1, 10), (1, 15)  # minor versions; the tests were run with the first and the last
-
-
-class Name(NamedTuple):
-    """A name of Accelerate's."""
-
-    module: str
-    path: str  # within the module
-    file: str  # in the folder of the package
-    line: int  # of the definition, in 1.15.0
-    signature: str  # with annotations left out
-    why: str
-
-    def found(self) -> Any:
-        """Return what has the name now."""
-        thing: Any = importlib.import_module(self.module)
-        for part in self.path.split("."):
-            thing = inspect.getattr_static(thing, part) if inspect.isclass(thing) else getattr(thing, part)
-        return thing.__func__ if isinstance(thing, staticmethod) else thing
 
 
 _ACCELERATOR_INIT = (
@@ -181,26 +158,12 @@ USED = (
 )
 
 
-def signature_of(thing: Any) -> str:
-    """Return the names of the parameters of a function, as the table writes them."""
-    marks: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    parameters = inspect.signature(thing).parameters.values()
-    return f"({', '.join(marks.get(p.kind, '') + p.name for p in parameters)})"
-
-
 def require_tested() -> None:
     """Refuse a version of Accelerate that this was not tested with.
 
     Raises:
         ConfigError: It is another one.
     """
-    version = importlib.metadata.version(PACKAGE)
-    major, minor = (int(part) for part in version.split(".")[:2])
-    if FIRST <= (major, minor) <= LAST:
-        return
-    first, last = (".".join(map(str, bound)) for bound in (FIRST, LAST))
-    raise ConfigError(
-        what=f"ZeroAccelerator needs {PACKAGE} {first}..{last}, and {version} is installed.",
-        why="It overrides methods of Accelerate's, and was run with those versions.",
-        fix=f"pip install '{PACKAGE}>={first},<{LAST[0]}.{LAST[1] + 1}'.",
-    )
+    error = untested(PACKAGE, FIRST, LAST, "ZeroAccelerator")
+    if error is not None:
+        raise error

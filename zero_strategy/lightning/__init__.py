@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from zero_strategy.errors import ConfigError
-from zero_strategy.lightning.importing import call_after_import
+from zero_strategy.front_ends.importing import call_after_import
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -24,6 +24,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError
 from zero_strategy.front_ends import engines
 from zero_strategy.front_ends.engines import find_engine, move_rest
+from zero_strategy.front_ends.generation import let_ranks_wait
 from zero_strategy.front_ends.settings import load_config
 from zero_strategy.lightning.checkpoint_files import check_type
 from zero_strategy.lightning.endings import refuse_port, reporting
@@ -136,13 +137,15 @@ class ZeroStrategyBase(_Base):  # type: ignore[misc]
     ) -> ZeroEngine:
         # What is made under the user's own inference_mode could not be trained later.
         with torch.inference_mode(False):
-            return ZeroEngine(
+            engine = ZeroEngine(
                 module,
                 config,
                 device=self.root_device,
                 param_init_fn=self._param_init_fn,
                 loss_scaler=loss_scaler,
             )
+        let_ranks_wait(engine)
+        return engine
 
     def _move_rest(self, module: nn.Module) -> None:
         """Move what the engine does not hold: metrics, and what the module says is its device."""

@@ -1,0 +1,62 @@
+"""How a front end writes down the names of a framework that it builds on, and refuses versions it never met.
+
+Each front end keeps such names in one table (`upstream.py` in its folder); a test holds that against what is
+installed. It must not import a framework before it is asked for one of its names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from typing import Any, NamedTuple
+
+from zero_strategy.errors import ConfigError
+
+Version = tuple[int, int]  # major and minor
+
+
+class Name(NamedTuple):
+    """A name of a framework's."""
+
+    module: str
+    path: str  # within the module
+    file: str  # in the folder of the package
+    line: int  # of the definition, in the last version that was tested
+    signature: str  # with annotations left out
+    why: str
+
+    def found(self) -> Any:
+        """Return what has the name now."""
+        thing: Any = importlib.import_module(self.module)
+        for part in self.path.split("."):
+            thing = inspect.getattr_static(thing, part) if inspect.isclass(thing) else getattr(thing, part)
+        return thing.__func__ if isinstance(thing, staticmethod) else thing
+
+
+def signature_of(thing: Any) -> str:
+    """Return the names of the parameters of a function, as the tables write them."""
+    marks: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    parameters = inspect.signature(thing).parameters.values()
+    return f"({', '.join(marks.get(p.kind, '') + p.name for p in parameters)})"
+
+
+def untested(package: str, first: Version, last: Version, who: str) -> ConfigError | None:
+    """Return an error if the installed version of a package was not tested.
+
+    Args:
+        package: Its name.
+        first: The first minor version that was.
+        last: The last one.
+        who: What of ours needs it, for the message.
+    """
+    version = importlib.metadata.version(package)
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if first <= (major, minor) <= last:
+        return None
+    lower, upper = (".".join(map(str, bound)) for bound in (first, last))
+    return ConfigError(
+        what=f"{who} needs {package} {lower}..{upper}, and {version} is installed.",
+        why=f"It stands in for methods of {package}, and was run with those versions.",
+        fix=f"pip install '{package}>={lower},<{last[0]}.{last[1] + 1}'.",
+    )

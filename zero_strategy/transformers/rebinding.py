@@ -1,0 +1,63 @@
+"""Puts ours under transformers' names, for scripts that are not changed. Nothing happens until `install`.
+
+What is rebound stands in `upstream.REBOUND`. Called by `zero_strategy.run` before the script is run; where
+the script imports transformers' Trainer later, that is when it happens. Who never does pays nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from zero_strategy.front_ends.importing import call_after_import
+from zero_strategy.front_ends.upstream import untested
+from zero_strategy.transformers import upstream
+
+_ARGUMENTS, _TRAINER = "transformers.training_args", "transformers.trainer"
+
+
+def install() -> None:
+    """Rebind transformers' names, now or when they are imported. May be called any number of times."""
+    for name, rebind in ((_ARGUMENTS, _rebind_arguments), (_TRAINER, _rebind_trainer)):
+        module = sys.modules.get(name)
+        if module is None:
+            call_after_import(name, rebind)
+        else:
+            rebind(module)
+
+
+def _rebind_arguments(module: ModuleType) -> None:
+    from zero_strategy.transformers.arguments import complete_arguments
+
+    if _is_tested():
+        _stand_in(module.TrainingArguments, "__post_init__", complete_arguments)
+
+
+def _rebind_trainer(module: ModuleType) -> None:
+    from zero_strategy.transformers.accelerator import TrainerAccelerator
+    from zero_strategy.transformers.methods import BODIES
+
+    module.Accelerator = TrainerAccelerator  # type: ignore[attr-defined]
+    if _is_tested():  # a TrainerAccelerator says so if not
+        for name, body in BODIES.items():
+            _stand_in(module.Trainer, name, body)
+
+
+def _is_tested() -> bool:
+    return untested(upstream.PACKAGE, upstream.FIRST, upstream.LAST, "") is None
+
+
+def _stand_in(cls: Any, name: str, body: Callable[..., Any]) -> None:
+    """Let a method call a body for objects of ours, and be what it was for others."""
+    stock = getattr(cls, name)
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return body(owner, functools.partial(stock, owner), *args, **kwargs)
+
+    setattr(cls, name, method)
