@@ -168,6 +168,7 @@ def _import(parsed: argparse.Namespace) -> int:
         optimizer=parsed.optimizer,
         weights_only=parsed.weights_only,
         force=parsed.force,
+        drop_unknown=parsed.drop_unknown,
     )
     report = import_checkpoint(parsed.source, parsed.out, options)
     print(f"read {', '.join(f'{key} {value}' for key, value in report.source.items())}")
@@ -316,6 +317,11 @@ def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     command.add_argument("--weights-only", action="store_true", help="leave the optimizer out")
     command.add_argument("--force", action="store_true", help="replace another checkpoint in OUT")
+    command.add_argument(
+        "--drop-unknown",
+        action="store_true",
+        help="leave out objects of unknown classes, say in client_state, instead of refusing the file",
+    )
     command.set_defaults(run=_import)
 
 

@@ -234,6 +234,46 @@ def test_automatic_names_are_counted_and_the_latest_is_loaded(tmp_path: Path) ->
 
 
 @distributed(world_size=2)
+def test_a_folder_holds_the_last_state_alone_of_whatever_kind_there_was_one_before(tmp_path: Path) -> None:
+    whole_files = {"model.safetensors", "model_1.safetensors", "optimizer.bin"}
+    saves: list[tuple[int, str, str, bool, set[str]]] = [
+        (2, "full", "fp16", True, {*whole_files, "zero_strategy.bin"}),  # which has the loss scale
+        (1, "full", "no", False, {"pytorch_model.bin", "pytorch_model_1.bin", "optimizer.bin"}),
+        (3, "sharded", "no", True, {"zero_model", "zero_model_1"}),
+        (2, "full", "no", True, whole_files),
+    ]
+    for number, (stage, kind, precision, is_safe, expected) in enumerate(saves):
+        with subtest(f"{number}: {kind}, {precision}, safe_serialization={is_safe}"):
+            keywords = {"config": {"fp16": {"enabled": "auto"}}, "mixed_precision": precision}
+            run = Run(stage, kind, **(keywords if precision == "fp16" else {}))
+            run.train(range(number, number + 2))
+            run.accelerator.save_state(str(tmp_path), safe_serialization=is_safe)
+            found = {path.name for path in tmp_path.iterdir()}
+            assert {n for n in found if n.startswith(("model", "pytorch", "optim", "zero"))} == expected
+            other = Run(stage, kind, **(keywords if precision == "fp16" else {}))
+            other.accelerator.load_state(str(tmp_path))
+            weights, loaded = run.weights(), other.weights()
+            assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+            assert other.counter.count == 2
+    with subtest("a sharded state of fewer models, then something that is not ours"):
+        folder = tmp_path / "sharded"
+        Run(2, "sharded").accelerator.save_state(str(folder))
+        accelerator = accelerator_of(2, {"state_dict_type": "sharded"})
+        model = new_model()
+        model, _ = accelerator.prepare(model, adamw(model))
+        accelerator.register_for_checkpointing(Counter())  # as the first had one
+        accelerator.save_state(str(folder))
+        accelerator.load_state(str(folder))
+        assert not (folder / "zero_model_1").exists()
+        accelerator.wait_for_everyone()
+        if rank() == 0:
+            (folder / "zero_model" / "notes.txt").write_text("mine")
+        with expect_error(zs.CheckpointError, ["notes.txt", "Move it"]):
+            Run(2, "full").accelerator.save_state(str(folder))
+        assert (folder / "zero_model" / "notes.txt").read_text() == "mine"
+
+
+@distributed(world_size=2)
 def test_whole_weights_are_on_rank_0_alone_and_save_model_writes_them(tmp_path: Path) -> None:
     for stage in STAGES:
         with subtest(f"stage {stage}"):

@@ -122,6 +122,14 @@ def test_the_one_saved_last_stays_whatever_the_clock_says(tmp_path: Path) -> Non
     assert tags.tags_in(tmp_path) == ["new"]
 
 
+def test_what_a_link_leads_to_is_neither_deleted_nor_counted(tmp_path: Path) -> None:
+    save_tags(tmp_path, "a", "b", "c", "new")
+    (tmp_path / "best").symlink_to("b")
+    tags.remove_oldest(tmp_path, "new", keep_last=2)
+    assert tags.tags_in(tmp_path) == ["b", "best", "c", "new"]
+    assert value_in(tmp_path, "best") == 1
+
+
 def test_a_checkpoint_that_is_being_saved_into_is_not_deleted(tmp_path: Path) -> None:
     save_tags(tmp_path, "a", "new")
     lock = lock_folder(tmp_path / "a")

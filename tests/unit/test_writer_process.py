@@ -17,13 +17,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from tests.harness import PRELOAD
 from zero_strategy.checkpoint.background import WriterProcess
+from zero_strategy.checkpoint.durable import WRITE_BYTES
 from zero_strategy.checkpoint.elements import DTYPES, bytes_of
 from zero_strategy.checkpoint.host_copy import PAGE_BYTES, HostCopy
+from zero_strategy.checkpoint.safetensors_io import RankFile, write_rank_file
 from zero_strategy.errors import CheckpointError
 
 
@@ -119,6 +122,29 @@ def test_memory_and_process_are_kept_from_file_to_file_and_grow(
     assert memory.num_bytes == 2 * PAGE_BYTES, "what was needed once is kept"
     assert (tmp_path / "second").read_bytes() == bytes(bytes_of(large))
     assert (tmp_path / "third").stat().st_size == 64
+
+
+def test_what_is_larger_than_one_write_is_written_and_summed_as_a_whole(
+    memory: HostCopy, writer: WriterProcess, tmp_path: Path
+) -> None:
+    sizes = {"a": 2 * WRITE_BYTES + 7, "b": 0, "c": WRITE_BYTES, "d": 5, "e": WRITE_BYTES + 1}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        key: torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+        for key, size in sizes.items()
+    }
+    by_rank = write_rank_file(tmp_path / "by rank", tensors, {})
+    for stored, tensor in zip(by_rank.tensors, tensors.values(), strict=True):
+        assert stored.checksum == f"xxh3:{xxh3_64_hexdigest(bytes(bytes_of(tensor)))}", stored.key
+    content = (tmp_path / "by rank").read_bytes()
+    assert by_rank.header_checksum == f"xxh3:{xxh3_64_hexdigest(content[: by_rank.tensors[0].offset_bytes])}"
+    assert all(torch.equal(value, tensors[key]) for key, value in load(content).items())
+
+    file = RankFile(tmp_path / "by process", tensors, {})
+    memory.reserve(file.layout.ends[-1])
+    memory.fill(file.placed())
+    assert file.layout.written(writer.write(tmp_path / "by process", file.layout.ends)) == by_rank
+    assert (tmp_path / "by process").read_bytes() == content
 
 
 def test_the_process_is_small_and_never_imports_torch(

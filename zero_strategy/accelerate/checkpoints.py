@@ -10,6 +10,7 @@ cannot hold (fp32 masters of 16-bit weights, the engine's loss scale) is in `EXT
 "sharded": a folder `zero_model`, `zero_model_1`, ... for each model, with its optimizers, and none of those
 files. With hooks of the user's own, `save_state` is always "full": a hook is promised whole weights, and may
 take them off the list to write them itself. Where parameters are sharded they are whole while hooks run.
+A folder holds one state: what an earlier one of either kind has left in it is deleted (state_files.py).
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ from torch import nn
 
 from zero_strategy.accelerate.gradients import engine_of
 from zero_strategy.accelerate.plugin import ZeroPlugin
+from zero_strategy.accelerate.state_files import (
+    EXTRAS_NAME,
+    folder_of,
+    folders_in,
+    remove_others,
+    whole_names,
+)
 from zero_strategy.checkpoint.full_weights import MorePreciseWeights, names_in
 from zero_strategy.comm.together import agreed
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError
 from zero_strategy.front_ends.engines import has_16_bit_weights
-
-EXTRAS_NAME = "zero_strategy.bin"
-FOLDER_NAME = "zero_model"
 
 
 class CheckpointMethods(Accelerator):  # type: ignore[misc]
@@ -89,29 +94,36 @@ class CheckpointMethods(Accelerator):  # type: ignore[misc]
         """
         hooks = self._save_model_state_pre_hook
         if self.zero_plugin.state_dict_type == "sharded" and not hooks:
-            return self._save_sharded(output_dir, safe_serialization, **save_model_func_kwargs)
+            return self._save_sharded(output_dir, safe_serialization, save_model_func_kwargs)
         self._save_model_state_pre_hook = self._with_whole_models(hooks, writeback=False)
         try:
             location = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
         finally:
             self._save_model_state_pre_hook = hooks
         extras = [self.extras_of(model) for model in self._models]
+        kept = whole_names(len(self._models), len(self._optimizers), is_safe=safe_serialization)
         if any(extras):
             self._on_rank_0(lambda: torch.save(extras, Path(location, EXTRAS_NAME)))
+            kept.add(EXTRAS_NAME)
+        self._on_rank_0(lambda: remove_others(location, kept, keeps_whole=bool(hooks)))
         self.wait_for_everyone()  # who loads at once finds complete files
         return location
 
-    def _save_sharded(self, *args: Any, **kwargs: Any) -> Any:
+    def _save_sharded(self, output_dir: str | None, is_safe: bool, kwargs: dict[str, Any]) -> Any:
         models, optimizers = self._models, self._optimizers
         self._models = [model for model in models if engine_of(model) is None]
         self._optimizers = [optimizer for optimizer in optimizers if not optimizer.is_sharded]
+        kept = whole_names(len(self._models), len(self._optimizers), is_safe=is_safe)
         try:
-            location = super().save_state(*args, **kwargs)
+            location = super().save_state(output_dir, is_safe, **kwargs)
         finally:
             self._models, self._optimizers = models, optimizers
         engines = [engine for model in models if (engine := engine_of(model)) is not None]
         for number, engine in enumerate(engines):
-            engine.save_checkpoint(_folder_of(location, number))
+            folder = folder_of(location, number)
+            engine.save_checkpoint(folder)
+            kept.add(folder.name)
+        self._on_rank_0(lambda: remove_others(location, kept))
         return location
 
     def extras_of(self, model: nn.Module) -> dict[str, Any]:
@@ -145,7 +157,7 @@ class CheckpointMethods(Accelerator):  # type: ignore[misc]
             CheckpointError: Something is missing or does not fit; on all ranks.
         """
         folder = self._folder_to_load(input_dir)
-        is_sharded = Path(_folder_of(folder, 0)).is_dir()
+        is_sharded = self._is_sharded(folder)
         models, optimizers, hooks = list(self._models), self._optimizers, self._load_model_state_pre_hook
         if is_sharded:
             self._optimizers = [optimizer for optimizer in optimizers if not optimizer.is_sharded]
@@ -188,16 +200,16 @@ class CheckpointMethods(Accelerator):  # type: ignore[misc]
         remaining.clear()
 
     def _load_folders(self, engines: list[ZeroEngine], folder: str) -> None:
-        names = [_folder_of(folder, number) for number in range(len(engines))]
-        there = sorted(str(path) for path in Path(folder).glob(f"{FOLDER_NAME}*") if path.is_dir())
-        if sorted(names) != there:
-            raise CheckpointError(
-                what=f"{folder} holds {len(there)} models, and {len(engines)} were prepared.",
-                why="Each has a folder of its own, by its place among those that were prepared.",
-                fix="Prepare the same models in the same order as when the state was saved.",
-            )
+        names = [folder_of(folder, number) for number in range(len(engines))]
+        self._on_rank_0(lambda: _require_folders(folder, names))
         for engine, name in zip(engines, names, strict=True):
             engine.load_checkpoint(name)
+
+    def _is_sharded(self, folder: str) -> bool:
+        """Whether a state is of that kind, as rank 0 finds it: others may see it later."""
+        engines = self.living_engines()
+        is_there = folder_of(folder, 0).is_dir()
+        return bool(engines[0].collectives.broadcast_json(is_there)) if engines else is_there
 
     def _read_extras(self, folder: str) -> list[dict[str, Any]]:
         """Return the extras of every model on rank 0, and those that are no tensors on all ranks."""
@@ -237,12 +249,19 @@ class CheckpointMethods(Accelerator):  # type: ignore[misc]
             hook(*args)
 
     def _on_rank_0(self, work: Callable[[], object]) -> None:
-        collectives = self.living_engines()[0].collectives
-        agreed(collectives, work if collectives.rank == 0 else lambda: None)
+        """Have rank 0 do something; all ranks raise what it raises. Where no engine is, nothing is done."""
+        for engine in self.living_engines()[:1]:
+            agreed(engine.collectives, work if engine.collectives.rank == 0 else lambda: None)
 
 
-def _folder_of(folder: Any, number: int) -> str:
-    return str(Path(folder, f"{FOLDER_NAME}_{number}" if number else FOLDER_NAME))
+def _require_folders(folder: str, names: list[Path]) -> None:
+    there = folders_in(folder)
+    if sorted(names) != there:
+        raise CheckpointError(
+            what=f"{folder} holds {len(there)} models, and {len(names)} were prepared.",
+            why="Each has a folder of its own, by its place among those that were prepared.",
+            fix="Prepare the same models in the same order as when the state was saved.",
+        )
 
 
 def _no_folder() -> str:

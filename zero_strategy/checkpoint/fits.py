@@ -110,7 +110,6 @@ def match_optimizers(
                 f"Optimizer {number} is {optimizer.user_class}, in the checkpoint {record.class_name}.",
                 _WEIGHTS_ALONE,
             )
-        _require_complete_state(number, manifest)
         match = _match(optimizer, record, manifest, by_position=by_position)
         if strict and (match.anew or match.unused):
             raise _misfit(
@@ -171,22 +170,6 @@ def _are_renamed(
         tuple(param.shape) == tuple(manifest.params[old].shape) and (new == old or old not in here)
         for param, new, old in pairs
     )
-
-
-def _require_complete_state(number: int, manifest: Manifest) -> None:
-    keys: dict[str, set[str]] = {}
-    for name in manifest.tensors:
-        if name.startswith(f"optim/{number}/"):
-            fqn, _, key = name.split("/", 2)[2].rpartition("/")
-            keys.setdefault(fqn, set()).add(key)
-    everything = set().union(*keys.values())
-    for fqn, present in keys.items():
-        if present != everything:
-            raise CheckpointError(
-                what=f"Of optimizer {number} the state {sorted(everything - present)} of {fqn!r} is missing.",
-                why="Other parameters have it, so the manifest was edited or damaged.",
-                fix="Use another copy of the checkpoint. Nothing was loaded.",
-            )
 
 
 # -- errors --

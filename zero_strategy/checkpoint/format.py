@@ -72,7 +72,9 @@ __all__ = [
 
 # Of a reader; far below the usual limit of 1024 a process, as there may be a file per rank.
 MAX_OPEN_FILES = 64
-VERIFY_BYTES = 2**20  # read at once where only the checksum is wanted: stays in the processor's cache
+SUM_BYTES = (
+    2**20
+)  # read at once where a checksum is wanted: it is summed while the processor's cache holds it
 
 
 class Read(NamedTuple):
@@ -163,6 +165,7 @@ class CheckpointReader:
         except CheckpointError as error:
             raise with_others(error, self.folder) from error
         self._open_files: dict[str, SafetensorsFile] = {}  # least recently used first
+        self._scratch: Tensor | None = None  # [SUM_BYTES] uint8, for what is read to be summed only
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -229,8 +232,9 @@ class CheckpointReader:
         Raises:
             CheckpointError: It differs, or the file cannot be read.
         """
-        chunk_numel = VERIFY_BYTES // entry.torch_dtype.itemsize
-        out = torch.empty(min(chunk_numel, piece.numel), dtype=entry.torch_dtype, device="cpu")
+        if self._scratch is None:
+            self._scratch = torch.empty(SUM_BYTES, dtype=torch.uint8, device="cpu")
+        out = self._scratch.view(entry.torch_dtype)[: piece.numel]
         for _ in self._chunks_of(entry, Read(piece, piece.start, piece.numel), out):
             pass
 
@@ -261,15 +265,18 @@ class CheckpointReader:
     # -- helpers --
 
     def _run(self, entry: TensorEntry, reads: list[Read], out: Tensor) -> None:
-        view = bytes_of(out)
-        filled_bytes = 0
+        view, itemsize = bytes_of(out), out.element_size()
         for read in reads:
-            num_bytes = read.numel * out.element_size()
-            part = view[filled_bytes : filled_bytes + num_bytes]
-            self._fill(entry, read, 0, part)
-            if read.is_whole:
-                self._compare(entry, read.piece, checksum(part))
-            filled_bytes += num_bytes
+            part, view = view[: read.numel * itemsize], view[read.numel * itemsize :]
+            if not read.is_whole:
+                self._fill(entry, read, 0, part)
+                continue
+            found = Checksum()
+            for start in range(0, len(part), SUM_BYTES):
+                chunk = part[start : start + SUM_BYTES]
+                self._fill(entry, read, start // itemsize, chunk)
+                found.add(chunk)
+            self._compare(entry, read.piece, str(found))
 
     def _chunks_of(self, entry: TensorEntry, read: Read, out: Tensor) -> Iterator[Tensor]:
         """Yield one read in chunks, each in the memory of `out`, and compare the checksum at the end."""

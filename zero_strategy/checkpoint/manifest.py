@@ -202,6 +202,21 @@ def remove_own_files(folder: Path, keep: Collection[str] = ()) -> None:
             path.unlink(missing_ok=True)
 
 
+def remove_save(folder: Path, checkpoint_id: str) -> None:
+    """Delete the files of one save, unless they have become the checkpoint: it may end at any moment.
+
+    Raises:
+        OSError: Something could not be read or deleted.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if checkpoint_id.encode() in (folder / MANIFEST_NAME).read_bytes():
+            return
+    for path in folder.iterdir():
+        match = _OWN_FILE.fullmatch(path.name)
+        if match and checkpoint_id in (match["id"], match["its_id"]):
+            path.unlink(missing_ok=True)
+
+
 def saves_in(folder: Path) -> set[str]:
     """Return the ids of the saves that have files in a folder, apart from its manifest."""
     found = (_OWN_FILE.fullmatch(path.name) for path in folder.iterdir())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from zero_strategy.average import AverageShards
@@ -28,6 +29,7 @@ from zero_strategy.checkpoint.format import (
 from zero_strategy.checkpoint.full_weights import module_extra_states, names_in
 from zero_strategy.checkpoint.hf import hf_record
 from zero_strategy.comm.collectives import Collectives
+from zero_strategy.errors import CheckpointError
 from zero_strategy.layout import ShardSlice
 from zero_strategy.loss_scaler import LossScaler
 from zero_strategy.optim import full_state
@@ -58,7 +60,6 @@ class Description(NamedTuple):
     world_size: int
     stage: int
     params: dict[str, ParamRecord]
-    empty_params: dict[str, tuple[int, ...]]  # shapes of those without elements, of which no file has any
     buffers: dict[str, BufferRecord]
     frozen_left_out: tuple[str, ...]
     optimizers: list[OptimizerRecord]  # without state that is no tensor, which comes with the files
@@ -77,12 +78,10 @@ def describe(parts: Parts, extra: Any) -> Description:
     Raises:
         CheckpointError: A param group holds what JSON cannot.
     """
-    specs = [spec for bucket in parts.buckets for spec in bucket.layout.params]
     return Description(
         world_size=parts.collectives.world_size,
         stage=parts.stage,
         params=param_records(parts),
-        empty_params={spec.fqn: spec.shape for spec in specs if spec.numel == 0},
         buffers=buffer_records(parts.model),
         frozen_left_out=_left_out(parts),
         optimizers=[_optimizer_record(optimizer) for optimizer in parts.optimizers],
@@ -98,8 +97,24 @@ def manifest_of(description: Description, checkpoint_id: str, tables: list[Any])
     Args:
         description: Of the engine.
         checkpoint_id: The save's.
-        tables: Of every rank: its file's name and record, what it holds, and state that is no tensor.
+        tables: Of every rank: its file's name and record, what it holds, and of each optimizer the state that
+            is no tensor. None at all gives a manifest that only shows whether the rest can be described.
+
+    Raises:
+        CheckpointError: A name or a value is none that a manifest can have.
     """
+    try:
+        return _manifest_of(description, checkpoint_id, tables)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        raise CheckpointError(
+            what=f"The state cannot be described: {'/'.join(map(str, problem['loc']))}: {problem['msg']}.",
+            why=f"Found {problem['input']!r:.80}, and a manifest holds names, and values as JSON has them.",
+            fix="Leave it out, or make plain numbers, strings, lists and dicts of it.",
+        ) from error
+
+
+def _manifest_of(description: Description, checkpoint_id: str, tables: list[Any]) -> Manifest:
     pieces: dict[str, list[Piece]] = {}
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     for file_name, _, table, _ in tables:
@@ -107,8 +122,9 @@ def manifest_of(description: Description, checkpoint_id: str, tables: list[Any])
             kinds[name] = (tuple(shape), dtype)
             piece = Piece(file=file_name, key=name, file_start=0, start=start, numel=numel, checksum=checksum)
             pieces.setdefault(name, []).append(piece)
-    for fqn, shape in description.empty_params.items():
-        kinds[model_tensor_name(fqn)] = (shape, "float32")
+    for fqn, empty in (*description.params.items(), *description.buffers.items()):
+        if not empty.numel:  # no rank has an element of it
+            kinds.setdefault(model_tensor_name(fqn), (empty.shape, empty.dtype))
     return Manifest(
         checkpoint_id=checkpoint_id,
         world_size=description.world_size,
@@ -122,7 +138,7 @@ def manifest_of(description: Description, checkpoint_id: str, tables: list[Any])
             for name, (shape, dtype) in kinds.items()
         },
         optimizers=tuple(
-            _with_plain_state(optimizer, [plain_states[number] for *_, plain_states in tables])
+            _with_plain_state(optimizer, [states[number] for *_, states in tables if states])
             for number, optimizer in enumerate(description.optimizers)
         ),
         loss_scaler=description.loss_scaler,

@@ -107,13 +107,15 @@ def _read_state(
     """Read one tensor of a parameter's state into this rank's slices of it."""
     key = name.rpartition("/")[2]
     is_shared = reader.entry(name).shape == ()
-    # State follows the dtype of what is optimized where that has changed since it was saved.
     saved_dtype = reader.entry(model_tensor_name(name.split("/", 2)[2].rpartition("/")[0])).torch_dtype
     for piece, weight in optimizer.slices_of(param):
         if is_shared:
-            value = full_state.shared_value(reader.read_tensor(name), group, weight)
+            value = reader.read_tensor(name)
         else:
-            value = reader.read(name, piece.param_start, piece.param_start + piece.numel).to(weight.device)
-            if weight.dtype != saved_dtype and value.is_floating_point():
-                value = value.to(weight.dtype)
+            value = reader.read(name, piece.param_start, piece.param_start + piece.numel)
+        value = full_state.beside(weight, key, value, group)
+        # Moments follow what is optimized only where that has another dtype than when they were saved: an
+        # optimizer may have chosen one of its own for them.
+        if weight.dtype != saved_dtype:
+            value = full_state.in_dtype_of(weight, key, value)
         optimizer.state[weight][key] = value

@@ -19,7 +19,8 @@ import torch
 from zero_strategy.errors import CheckpointError, first_line
 
 _ZIP_MAGIC = b"PK\x03\x04"
-_REFUSED_BY_TORCH = re.compile(r"GLOBAL (\S+)")  # in the text of the error, for files before torch 1.6
+# In texts of torch's errors: of files before torch 1.6, and of a kind of dict that is not dict itself.
+_REFUSED_BY_TORCH = re.compile(r"GLOBAL (\S+)|Can only SETITEMS? .* but got <class '(\S+)'>")
 _MAX_NAME = 120  # characters shown of a name that a file asks for
 
 
@@ -44,7 +45,9 @@ class StandIn:
         self.attributes = dict(state) if isinstance(state, dict) else {"state": state}
 
 
-def load_pickled(path: Path, stand_ins: Mapping[str, Callable[..., Any]]) -> Any:
+def load_pickled(
+    path: Path, stand_ins: Mapping[str, Callable[..., Any]], *, drop_unknown: bool = False
+) -> Any:
     """Read a file of `torch.save`, with its tensors mapped from the file where it is of the usual kind.
 
     Only what is looked at is then read from the disk; a file from before torch 1.6 is read whole. The file
@@ -54,6 +57,7 @@ def load_pickled(path: Path, stand_ins: Mapping[str, Callable[..., Any]]) -> Any
         path: The file.
         stand_ins: What takes the place of classes that are not torch's, by "module.name". They are called,
             and must do no harm whatever they are called with.
+        drop_unknown: Put a `StandIn` in the place of everything else that it names, too.
 
     Raises:
         CheckpointError: It names anything else, is damaged, or is no such file.
@@ -64,8 +68,10 @@ def load_pickled(path: Path, stand_ins: Mapping[str, Callable[..., Any]]) -> Any
             is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
         with torch.serialization.safe_globals(names):
             unknown = torch.serialization.get_unsafe_globals_in_checkpoint(str(path)) if is_zip else []
-            if unknown:
-                raise _refused(path, unknown)
+        if unknown and not drop_unknown:
+            raise _refused(path, unknown)
+        names += [(_inert(name), name) for name in unknown]
+        with torch.serialization.safe_globals(names):
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
     except CheckpointError:
         raise
@@ -74,8 +80,14 @@ def load_pickled(path: Path, stand_ins: Mapping[str, Callable[..., Any]]) -> Any
     except Exception as error:  # what a damaged file makes torch raise is any of a dozen types
         named = _REFUSED_BY_TORCH.search(str(error))
         if named is not None:
-            raise _refused(path, [named[1]]) from None
+            raise _refused(path, [named[1] or named[2]]) from None
         raise _damaged(path, first_line(error)[:200]) from error
+
+
+def _inert(name: str) -> type[StandIn]:
+    """Return a class that does nothing, and is called as what it takes the place of."""
+    module, _, own = name.rpartition(".")
+    return type(own, (StandIn,), {"__module__": module})
 
 
 def _refused(path: Path, names: list[str]) -> CheckpointError:
@@ -85,8 +97,8 @@ def _refused(path: Path, names: list[str]) -> CheckpointError:
         what=f"{path} was refused: it asks for {shown}{more}.",
         why="Reading it the usual way would import and run what it names. Only tensors and plain containers "
         "are read here. Nothing was run.",
-        fix="If the file is yours: load it where it was saved, and save it again without objects of these "
-        "classes (often in client_state).",
+        fix="Leave such objects out, which are often in client_state: zero-strategy import --drop-unknown. "
+        "If that is refused too and the file is yours: save it again, where it was saved, without them.",
     )
 
 

@@ -138,11 +138,11 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         self._file.__enter__()
         try:
-            self._file.write(self.layout.header)
+            self._file.write(self.layout.header, self._checksum)
         except BaseException as error:
             self._file.__exit__(type(error), error, None)
             raise
-        self._checksums.append(checksum(self.layout.header))
+        self._end_part()
         self._skip_finished()
         return self
 
@@ -155,8 +155,7 @@ class SafetensorsWriter:
             view = bytes_of(chunk)
             self._filled_bytes += len(view)
             assert self._filled_bytes <= spec.num_bytes, (spec, self._filled_bytes)
-            self._checksum.add(view)
-            self._file.write(view)
+            self._file.write(view, self._checksum)
             self._skip_finished()
 
     def __exit__(
@@ -179,9 +178,12 @@ class SafetensorsWriter:
     def _skip_finished(self) -> None:
         """Note the tensor that is complete now, and the empty ones after it."""
         while not self._is_complete and self._filled_bytes == self.specs[len(self._checksums) - 1].num_bytes:
-            self._checksums.append(str(self._checksum))
-            self._filled_bytes = 0
-            self._checksum = Checksum()
+            self._end_part()
+
+    def _end_part(self) -> None:
+        self._checksums.append(str(self._checksum))
+        self._filled_bytes = 0
+        self._checksum = Checksum()
 
 
 class RankFile:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero_strategy.checkpoint.folders import lock_folder, make_folder, sync_folder
-from zero_strategy.checkpoint.manifest import remove_own_files
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME, remove_own_files, remove_save
 from zero_strategy.errors import CheckpointError
 
 _STAGING_NAME = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.partial", re.DOTALL)
@@ -59,6 +59,8 @@ def begin(staging: Staging, *, is_alone: bool) -> int | None:
         ) from error
     lock = lock_folder(staging.target, staging.final)
     try:
+        if not (staging.target / MANIFEST_NAME).exists():  # with one there, its successor's commit does it
+            remove_own_files(staging.target)
         _remove_leftovers(staging, is_alone)
     except BaseException:
         discard(staging)
@@ -89,6 +91,14 @@ def publish(staging: Staging) -> None:
         sync_folder(staging.final.parent)
 
 
+def undo(staging: Staging, checkpoint_id: str) -> None:
+    """Remove what one process has written for a checkpoint, unless it has become one; for any exception."""
+    discard(staging)
+    if staging.target == staging.final:
+        with contextlib.suppress(OSError):
+            remove_save(staging.target, checkpoint_id)
+
+
 def discard(staging: Staging) -> None:
     """Remove what was written beside its place; of what is replaced in place every rank removes its own."""
     if staging.target != staging.final:
@@ -113,7 +123,10 @@ def hide(folder: Path, checkpoint_id: str) -> None:
 
 
 def _remove_leftovers(staging: Staging, is_alone: bool) -> None:
-    for path in staging.final.parent.iterdir():
+    beside: list[Path] = []
+    with contextlib.suppress(OSError):  # a folder that may be written to and not listed
+        beside = list(staging.final.parent.iterdir())
+    for path in beside:
         found = _STAGING_NAME.fullmatch(path.name)
         if found is None or path == staging.target or path.is_symlink() or not path.is_dir():
             continue

@@ -206,7 +206,8 @@ def remove_superseded(outer: Path) -> None:
 def remove_oldest(outer: Path, newest: str, keep_last: int) -> None:
     """Delete the oldest complete checkpoints until so many are left; what cannot be deleted stays.
 
-    Neither the newest nor what holds files of others, is damaged or in use is deleted.
+    Neither the newest nor what holds files of others, is damaged or in use is deleted, nor what a link beside
+    it (`best`, say) leads to.
 
     Args:
         outer: The folder that holds them.
@@ -215,7 +216,10 @@ def remove_oldest(outer: Path, newest: str, keep_last: int) -> None:
     """
     if len(tags_in(outer)) <= keep_last:
         return
-    others = [complete for complete in complete_in(outer) if complete.tag != newest]
+    kept = {newest}
+    for path in filter(Path.is_symlink, outer.iterdir()):
+        kept |= {path.name, path.resolve().name}
+    others = [complete for complete in complete_in(outer) if complete.tag not in kept]
     for tag, manifest in others[: max(0, len(others) + 1 - keep_last)]:
         folder = outer / tag
         foreign = foreign_files(folder)

@@ -78,6 +78,8 @@ def _ranges_of_ranks(parts: Parts) -> dict[str, list[_Range]]:
     for layout in (bucket.layout for bucket in parts.buckets):
         size = layout.shard_numel
         for spec in layout.params:
+            if not spec.numel:  # lies in no shard, and a bucket of nothing else has none
+                continue
             ranks = range(spec.start // size, (spec.start + spec.numel - 1) // size + 1)
             ranges[spec.fqn] = [_Range(r * size - spec.start, (r + 1) * size - spec.start, r) for r in ranks]
     return ranges

@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from zero_strategy.checkpoint.durable import CHUNK_BYTES, Checksum, NewFile
+from zero_strategy.checkpoint.durable import Checksum, NewFile
 from zero_strategy.errors import CheckpointError
 
 POLL_S = 1.0  # a forked process of the rank may hold the pipe open; then the rank's end shows by its number
@@ -58,10 +58,7 @@ def write_parts(path: Path, view: memoryview, ends: Sequence[int]) -> list[str]:
     with NewFile(path) as file:
         for end in ends:
             found = Checksum()
-            while file.num_bytes < end:
-                chunk = view[file.num_bytes : min(end, file.num_bytes + CHUNK_BYTES)]
-                found.add(chunk)
-                file.write(chunk)
+            file.write(view[file.num_bytes : end], found)
             checksums.append(str(found))
     return checksums
 

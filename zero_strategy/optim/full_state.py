@@ -24,33 +24,50 @@ from zero_strategy.layout import ShardSlice
 from zero_strategy.optim.places import Place, SlicedOptimizer
 
 
-def cut(value: Any, param_numel: int, piece: ShardSlice, like: Tensor | None = None) -> Any:
+def cut(value: Any, param_numel: int, piece: ShardSlice) -> Any:
     """Return a slice's share of a state entry: its range of an element-wise tensor, a copy of anything else.
 
     Args:
         value: The entry for the whole parameter.
         param_numel: Elements of the parameter.
         piece: The slice.
-        like: Its master weights: as in torch, state takes on their dtype. None leaves the dtype alone.
     """
     if not isinstance(value, Tensor):
         return copy.copy(value)
+    share = value.detach()
     if value.dim() and value.numel() == param_numel:
-        share = value.detach().reshape(-1)[piece.param_start : piece.param_start + piece.numel]
-        dtype = like.dtype if like is not None and value.is_floating_point() else value.dtype
-        return share.to(dtype, copy=True)
-    return value.detach().clone()
+        share = share.reshape(-1)[piece.param_start : piece.param_start + piece.numel]
+    return share.clone()
 
 
-def shared_value(value: Any, group: dict[str, Any], weight: Tensor) -> Any:
-    """Return a slice's own copy of an entry that all slices of a parameter share, such as a step count.
+def in_dtype_of(weight: Tensor, key: str, value: Any) -> Any:
+    """Return a slice's state entry in the dtype it takes on: as in torch the weights', if it is a moment.
 
-    torch wants it on the CPU, or beside the weight for the variants that read it in a kernel.
+    A step count, and one value for several weights, keep the dtype in which their optimizer made them.
+
+    Shapes:
+        weight [numel], or [] of a parameter without dimensions; a moment has the same shape
+    """
+    is_moment = isinstance(value, Tensor) and value.is_floating_point() and value.shape == weight.shape
+    return value.to(weight.dtype) if is_moment and key != "step" else value
+
+
+def beside(weight: Tensor, key: str, value: Any, group: dict[str, Any]) -> Any:
+    """Return a loaded state entry where its optimizer looks for it, by torch's rule: beside the weights.
+
+    Only a step count stays on the CPU, unless a kernel reads it.
+
+    Args:
+        weight: The slice's.
+        key: The name of the entry.
+        value: The slice's share of it; the result may be the same tensor.
+        group: The param group.
     """
     if not isinstance(value, Tensor):
-        return copy.copy(value)
+        return value
     in_kernel = group.get("capturable") or group.get("fused")
-    return value.to(weight.device if in_kernel else "cpu", copy=True)
+    is_count = key == "step" and not value.dim()
+    return value.to("cpu" if is_count and not in_kernel else weight.device)
 
 
 def fqn_of(optimizer: SlicedOptimizer, param: torch.nn.Parameter) -> str:
@@ -101,7 +118,8 @@ def scatter(optimizer: SlicedOptimizer, state_dict: dict[str, Any], collectives:
         for key, kind in table["state"].get(str(saved_id), {}).items():
             if kind[0] != "elements":
                 for _, weight in optimizer.slices_of(param):
-                    optimizer.state[weight][key] = shared_value(_scalar(kind), group, weight)
+                    value = in_dtype_of(weight, key, _scalar(kind))
+                    optimizer.state[weight][key] = beside(weight, key, value, group)
                 continue
             bucket = optimizer.place_of(param).bucket
             whole = empty_flat(param.numel(), getattr(torch, kind[1]), bucket.flat.device)
@@ -109,7 +127,8 @@ def scatter(optimizer: SlicedOptimizer, state_dict: dict[str, Any], collectives:
                 whole.copy_(state_dict["state"][saved_id][key].detach().reshape(-1))
             collectives.broadcast(whole)
             for piece, weight in optimizer.slices_of(param):
-                optimizer.state[weight][key] = cut(whole, param.numel(), piece, weight)
+                share = cut(whole, param.numel(), piece)
+                optimizer.state[weight][key] = in_dtype_of(weight, key, share)
 
 
 def load_groups(optimizer: SlicedOptimizer, saved: list[dict[str, Any]]) -> None:

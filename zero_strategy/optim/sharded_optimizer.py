@@ -349,7 +349,7 @@ class ShardedOptimizer(Optimizer):
             whole = self.state.pop(param, None)
             for piece, weight in self.slices_of(param) if whole else []:
                 self.state[weight] = {
-                    key: full_state.cut(value, param.numel(), piece, like=weight)
+                    key: full_state.in_dtype_of(weight, key, full_state.cut(value, param.numel(), piece))
                     for key, value in whole.items()
                 }
 

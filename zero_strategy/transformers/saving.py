@@ -30,8 +30,9 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from zero_strategy.accelerate.checkpoints import EXTRAS_NAME, FOLDER_NAME, under_all_names
+from zero_strategy.accelerate.checkpoints import under_all_names
 from zero_strategy.accelerate.gradients import engine_of
+from zero_strategy.accelerate.state_files import EXTRAS_NAME, FOLDER_NAME
 from zero_strategy.comm.together import agreed
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError

@@ -13,9 +13,11 @@ for what is sharded, and serves for names, their order and dtypes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 from torch import Tensor
@@ -31,12 +33,14 @@ from zero_strategy.checkpoint.importers.deepspeed_runs import RankReader, group_
 from zero_strategy.checkpoint.importers.deepspeed_states import (
     ModelState,
     RankState,
+    is_plain,
     malformed,
+    naming,
     read_model,
     read_rank,
 )
 from zero_strategy.checkpoint.importers.imported import Imported, files_id
-from zero_strategy.errors import CheckpointError, first_line
+from zero_strategy.errors import CheckpointError
 from zero_strategy.optim.full_state import as_json
 
 # What DeepSpeed itself puts into the model's states; the rest is the user's client_state.
@@ -68,43 +72,50 @@ _EXTRA_STATE = "_extra_state"  # torch's own name for what a module keeps beside
 _DTYPE_BLOCKS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}  # of a config -> dtype
 
 
-def read_deepspeed(folder: Path, *, optimizer: str | None = None, weights_only: bool = False) -> Imported:
+class Wanted(NamedTuple):
+    """What the user says of the optimizer, and of what else there is.
+
+    Attributes:
+        optimizer: The class of the optimizer; None: as the checkpoint says.
+        weights_only: Leave the optimizer out.
+        drop_unknown: Leave out objects that are neither tensors nor plain containers.
+    """
+
+    optimizer: str | None = None
+    weights_only: bool = False
+    drop_unknown: bool = False
+
+
+def read_deepspeed(folder: Path, wanted: Wanted) -> Imported:
     """Describe a checkpoint of DeepSpeed.
 
     Args:
         folder: Of the tag.
-        optimizer: The class of the optimizer, where the user says it.
-        weights_only: Leave the optimizer out.
+        wanted: By the user.
 
     Raises:
         CheckpointError: Files are missing, damaged, of several saves, or of another parallelism.
     """
     files = find_files(folder)
-    first = read_rank(min(files.optim.items())[1])
+    first = read_rank(min(files.optim.items())[1], drop_unknown=wanted.drop_unknown)
     check_complete(files, first.world_size, is_model_sharded=first.cuts_by_param)
-    model = read_model(files.model[0])
-    try:
-        return _describe(files, first, model, optimizer=optimizer, weights_only=weights_only)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise malformed(folder, first_line(error)) from error
+    model = read_model(files.model[0], drop_unknown=wanted.drop_unknown)
+    with naming(folder):
+        return _describe(files, first, model, wanted)
 
 
-def _describe(
-    files: Files,
-    first: RankState,
-    model: ModelState,
-    *,
-    optimizer: str | None,
-    weights_only: bool,
-) -> Imported:
+def _describe(files: Files, first: RankState, model: ModelState, wanted: Wanted) -> Imported:
     notes: list[str] = []
     aliases = _aliases(model)
     whole = _whole_params(first, model, aliases, notes)
     buffers = {name: model.module[name] for name in model.buffer_names}
+    _check_names(model, {**whole, **buffers})
     params = _param_records(first, model, whole, aliases)
-    record = None if weights_only else _optimizer_record(first, model, optimizer, notes)
+    record = None if wanted.weights_only else _optimizer_record(first, model, wanted.optimizer, notes)
     class_name = None if record is None else record.class_name
-    reader = RankReader(files, first, model, {**whole, **buffers}, class_name)
+    reader = RankReader(
+        files, first, model, {**whole, **buffers}, class_name, drop_unknown=wanted.drop_unknown
+    )
     is_fp16 = any(param.dtype == "float16" for param in params.values())
     return Imported(
         source={
@@ -125,9 +136,7 @@ def _describe(
         optimizers=() if record is None else (record,),
         loss_scaler=_scaler(first, model) if is_fp16 and record is not None else None,
         extra=_extra(model, notes),
-        module_states={
-            name: value for name, value in model.module.items() if name.rpartition(".")[2] == _EXTRA_STATE
-        },
+        module_states=_module_states(model, notes if wanted.drop_unknown else None),
         hf=_hf_record(files.folder.parent),
         runs_of=reader.runs_of,
         notes=notes,
@@ -174,6 +183,17 @@ def _whole_params(
             f"The source holds no values of {len(lost)} parameters that no optimizer had (first: {lost[:3]})."
         )
     return whole
+
+
+def _check_names(model: ModelState, whole: Mapping[str, object]) -> None:
+    """Check that everything that has a name is a tensor, and has one place."""
+    for name, value in whole.items():
+        if not is_plain(value):
+            raise malformed(model.path, f"{name!r} is {type(value).__name__}, and not a plain tensor")
+    names = [*chain.from_iterable(model.shapes), *{*model.frozen_shapes, *whole}]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise malformed(model.path, f"it has {twice[0]!r} in two places")
 
 
 def _param_records(
@@ -269,6 +289,12 @@ def _extra(model: ModelState, notes: list[str]) -> dict[str, object]:
     kept = {key: model.content[key] for key in _KEPT_KEYS if model.content.get(key) is not None}
     client = {key: value for key, value in model.content.items() if key not in _OWN_KEYS}
     return {**_storable(kept, "", notes), "client_state": _storable(client, "client_state", notes)}
+
+
+def _module_states(model: ModelState, notes: list[str] | None) -> dict[str, object]:
+    """Return what modules keep beside tensors; with notes, what cannot be stored is left out and noted."""
+    found = {name: value for name, value in model.module.items() if name.rpartition(".")[2] == _EXTRA_STATE}
+    return found if notes is None else _storable(found, "module", notes)
 
 
 def _storable(entries: Mapping[Any, object], where: str, notes: list[str]) -> dict[str, object]:

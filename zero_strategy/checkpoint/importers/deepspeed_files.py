@@ -12,7 +12,7 @@ parallelism. Source: names as DeepSpeed 0.19.8 writes them (runtime/engine.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,15 +95,14 @@ def check_complete(files: Files, world_size: int, *, is_model_sharded: bool) -> 
     Raises:
         CheckpointError: Naming what is missing or too much.
     """
-    absent = [rank for rank in range(world_size) if rank not in files.optim]
-    some = next(iter(files.optim.values())).name
-    missing = [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", some) for rank in absent]
+    one = next(iter(files.optim.values())).name
+    missing = [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", one) for rank in _absent(files.optim, world_size)]
     if is_model_sharded and not files.is_model_sharded:
         raise mixed(files.folder, "Its optimizer files are of stage 3, its model states of stage 1 or 2.")
     if not is_model_sharded and files.is_model_sharded:
         raise mixed(files.folder, "Its model states are of stage 3, its optimizer files of stage 1 or 2.")
     if is_model_sharded:
-        absent = [rank for rank in range(world_size) if rank not in files.model]
+        absent = _absent(files.model, world_size)
         missing += [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in absent]
     if missing:
         raise _missing(files.folder, missing, f"the files of all {world_size} ranks")
@@ -123,6 +122,13 @@ def mixed(folder: Path, why: str) -> CheckpointError:
 
 
 # -- helpers --
+
+
+def _absent(present: Collection[int], world_size: int) -> list[int]:
+    """Return ranks that are not there: few, as the number of ranks may be anything in a damaged file."""
+    # So many ranks have at least MAX_LISTED + 1 that are absent, or are all of them.
+    looked_at = range(min(world_size, len(present) + MAX_LISTED + 1))
+    return [rank for rank in looked_at if rank not in present]
 
 
 def _refuse_other_splits(folder: Path, names: Sequence[str]) -> None:

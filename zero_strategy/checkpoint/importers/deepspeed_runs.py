@@ -24,7 +24,9 @@ from zero_strategy.checkpoint.importers.deepspeed_optimizer import state_of
 from zero_strategy.checkpoint.importers.deepspeed_states import (
     ModelState,
     RankState,
+    is_plain,
     malformed,
+    naming,
     read_model,
     read_rank,
 )
@@ -40,6 +42,7 @@ class RankReader:
         model: Rank 0's model states.
         whole: Tensors that were saved whole: buffers, frozen parameters below stage 3, and others.
         class_name: Of the optimizer; None leaves its state out.
+        drop_unknown: See `load_pickled`.
     """
 
     def __init__(
@@ -49,12 +52,15 @@ class RankReader:
         model: ModelState,
         whole: Mapping[str, Tensor],
         class_name: str | None,
+        *,
+        drop_unknown: bool,
     ) -> None:
         self.files = files
         self.first = first
         self.model = model
         self.whole = whole
         self.class_name = class_name
+        self.drop_unknown = drop_unknown
 
     def runs_of(self, rank: int) -> Iterator[Run]:
         """Yield what a rank has saved.
@@ -62,15 +68,18 @@ class RankReader:
         Raises:
             CheckpointError: Its files are damaged, or of another save than rank 0's.
         """
-        state = read_rank(self.files.optim[rank])
-        self._check_same(state)
-        for number in range(len(state.weights)):
-            yield from self._runs_of_flat(state, number, rank)
-        if state.cuts_by_param:
-            yield from self._frozen_parts(rank)
-        if rank == 0:
-            for name, tensor in self.whole.items():
-                yield Run(model_tensor_name(name), tuple(tensor.shape), 0, tensor.reshape(-1))
+        path = self.files.optim[rank]
+        state = read_rank(path, drop_unknown=self.drop_unknown)
+        with naming(path):
+            self._check_same(state)
+            for number in range(len(state.weights)):
+                yield from self._runs_of_flat(state, number, rank)
+        with naming(self.files.model[rank if state.cuts_by_param else 0]):
+            if state.cuts_by_param:
+                yield from self._frozen_parts(rank)
+            if rank == 0:
+                for name, tensor in self.whole.items():
+                    yield Run(model_tensor_name(name), tuple(tensor.shape), 0, tensor.reshape(-1))
 
     # -- helpers --
 
@@ -113,7 +122,9 @@ class RankReader:
         return fragments
 
     def _frozen_parts(self, rank: int) -> Iterator[Run]:
-        model = self.model if rank == 0 else read_model(self.files.model[rank])
+        model = self.model
+        if rank:
+            model = read_model(self.files.model[rank], drop_unknown=self.drop_unknown)
         same = ("global_steps", "global_samples", "param_shapes", "frozen_param_shapes")
         differing = [key for key in same if model.content.get(key) != self.model.content.get(key)]
         if differing:
@@ -123,7 +134,7 @@ class RankReader:
             fragments = parts_of_each({fqn: shape}, self.first.world_size, rank)
             values = model.frozen.get(fqn)
             for _, start, numel, _ in fragments:
-                if not isinstance(values, Tensor) or values.numel() < numel:
+                if values is None or values.numel() < numel:
                     raise malformed(model.path, f"the frozen parameter {fqn!r} is not in it")
                 yield Run(model_tensor_name(fqn), shape, start, values.reshape(-1)[:numel])
 
@@ -137,6 +148,10 @@ class RankReader:
         if len(state.weights) != len(self.model.shapes):
             what = f"{len(state.weights)} flat tensors, and the model states have {len(self.model.shapes)}"
             raise mixed(self.files.folder, f"The file {state.path.name} has {what}.")
+        ours, theirs = _facts_of_state(self.first), _facts_of_state(state)
+        if ours != theirs:
+            why = f"The state of the optimizer in {state.path.name} is other than in {self.first.path.name}."
+            raise mixed(self.files.folder, why)
         ours, theirs = _steps(self.first), _steps(state)
         if ours != theirs:
             names = f"{state.path.name} was saved after {theirs} steps, {self.first.path.name} after {ours}"
@@ -159,9 +174,22 @@ def kind_of(value: object, numel: int, part_numel: int) -> str:
     """
     if not isinstance(value, Tensor):
         return "plain"
+    if not is_plain(value):
+        return "other"
     if value.dim() == 1 and value.numel() in (numel, part_numel):
         return "elements"
     return "scalar" if value.numel() == 1 else "other"
+
+
+def _facts_of_state(state: RankState) -> list[dict[str, str]]:
+    """Return what every rank has alike of each flat tensor: which entries of which kind."""
+    return [
+        {
+            key: kind_of(value, state.weights[number].numel(), state.part_numel(number))
+            for key, value in entries.items()
+        }
+        for number, entries in enumerate(state.state)
+    ]
 
 
 def _steps(state: RankState) -> list[float]:

@@ -6,14 +6,15 @@ Called by `run`. It looks at names of files only; whether the files are whole is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from zero_strategy.checkpoint.importers import deepspeed_files
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
-from zero_strategy.errors import CheckpointError
+from zero_strategy.checkpoint.tags import LATEST_NAME, MAX_TAG_BYTES, check_tag
+from zero_strategy.errors import CheckpointError, ConfigError
 
-LATEST_NAME = "latest"  # DeepSpeed writes the name of the last tag there
 MAX_LISTED = 8  # names
 
 
@@ -126,15 +127,16 @@ def _candidates(given: Path, tag: str | None) -> Iterator[Path]:
 
 
 def _named_by(latest: Path) -> Path:
-    tag = latest.read_text(encoding="utf-8", errors="replace").strip()[:255]
-    folder = latest.parent / tag
-    if not tag or Path(tag).name != tag or not folder.is_dir():
-        raise _not_importable(
-            f"{latest} names the tag {tag!r}, and there is no such folder beside it.",
-            f"Beside it there is {_listed(latest.parent)}.",
-            "Copy the whole folder, or choose a tag that is there with --tag.",
-        )
-    return folder
+    tag = latest.read_text(encoding="utf-8", errors="replace").strip()[:MAX_TAG_BYTES]
+    with suppress(ConfigError):  # a name such as ".." would lead elsewhere
+        check_tag(tag)
+        if (latest.parent / tag).is_dir():
+            return latest.parent / tag
+    raise _not_importable(
+        f"{latest} names the tag {tag!r}, and there is no such folder beside it.",
+        f"Beside it there is {_listed(latest.parent)}.",
+        "Copy the whole folder, or choose a tag that is there with --tag.",
+    )
 
 
 def _listed(folder: Path) -> str:

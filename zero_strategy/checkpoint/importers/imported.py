@@ -1,8 +1,8 @@
 """What every source is turned into, and its writing as a checkpoint folder, one source file at a time.
 
-The readers of each format build an `Imported`; `write` makes the folder of it with the same files and the
-same commit as a save of an engine: every file is on the disk before the manifest that makes them a checkpoint
-appears under its name. It must not know any source.
+The readers of each format build an `Imported`; `write` makes the folder of it with the same files, in the
+same place beside its own (`staging`) and with the same commit as a save of an engine. It must not know any
+source.
 """
 
 from __future__ import annotations
@@ -14,31 +14,29 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 from tqdm import tqdm
 
-from zero_strategy.checkpoint.folders import lock_folder, unlock_folder
+from zero_strategy.checkpoint.folders import unlock_folder
 from zero_strategy.checkpoint.format import (
     MANIFEST_NAME,
     BufferRecord,
-    FileRecord,
     HFRecord,
     Manifest,
     OptimizerRecord,
     ParamRecord,
-    Piece,
-    TensorEntry,
     dtype_name,
     file_metadata,
-    model_tensor_name,
     new_checkpoint_id,
     rank_file_name,
 )
-from zero_strategy.checkpoint.manifest import foreign_files, remove_own_files
+from zero_strategy.checkpoint.manifest import foreign_files
+from zero_strategy.checkpoint.parts import Description, manifest_of
 from zero_strategy.checkpoint.safetensors_io import SafetensorsWriter, TensorSpec
 from zero_strategy.checkpoint.save import Run, encode_with_modules
+from zero_strategy.checkpoint.staging import begin, publish, staging_of, undo
 from zero_strategy.errors import CheckpointError
 
 SOURCE_KEY = "imported_from"  # of extra state: what the folder was imported from
@@ -87,14 +85,6 @@ class ImportReport(NamedTuple):
     notes: list[str]
 
 
-class _Table(NamedTuple):
-    """What the manifest must know of the files."""
-
-    files: dict[str, FileRecord]
-    pieces: dict[str, list[Piece]]
-    kinds: dict[str, tuple[tuple[int, ...], str]]  # shape and dtype
-
-
 def files_id(files: list[Path]) -> str:
     """Name a set of files by their names, sizes and times, without reading them."""
     facts = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
@@ -104,8 +94,8 @@ def files_id(files: list[Path]) -> str:
 def write(imported: Imported, out: str | os.PathLike[str], *, force: bool) -> ImportReport:
     """Write a checkpoint folder.
 
-    Every source file is looked at before anything is written. A run that is stopped leaves files that no
-    manifest names, which the next run removes.
+    Every source file is looked at before anything is written. The folder is there when it is complete, and a
+    checkpoint that was there stays until then. What a run that was killed has left, the next one removes.
 
     Args:
         imported: What to write.
@@ -126,23 +116,18 @@ def write(imported: Imported, out: str | os.PathLike[str], *, force: bool) -> Im
         return [*imported.runs_of(rank), *(extra_runs if rank == 0 else [])]
 
     total_bytes = sum(_num_bytes(run) for rank in range(imported.world_size) for run in runs_of(rank))
-    checkpoint_id = new_checkpoint_id()
-    table = _Table({}, {}, {})
-    _make(target)
-    lock = lock_folder(target)
+    checkpoint_id, description = new_checkpoint_id(), _description(imported, extra)
+    manifest_of(description, checkpoint_id, [])  # what it would refuse is refused before anything is written
+    staging = staging_of(target, checkpoint_id, in_place=target.exists())
+    lock = begin(staging, is_alone=False)
     try:
-        _remove_leftovers(target)
-        _check_space(target, total_bytes)
-        with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="import", disable=None) as progress:
-            for rank in range(imported.world_size):
-                metadata = file_metadata(rank, imported.world_size, checkpoint_id)
-                file = target / rank_file_name(rank, imported.world_size, checkpoint_id)
-                _write_file(file, runs_of(rank), metadata, table, progress)
-        _manifest(imported, checkpoint_id, table, extra).write(target)
+        _check_space(staging.target, total_bytes)
+        tables = _write_files(staging.target, checkpoint_id, imported.world_size, runs_of, total_bytes)
+        tables[0][-1] = [record.plain_state for record in imported.optimizers]
+        manifest_of(description, checkpoint_id, tables).write(staging.target)
+        publish(staging)
     except BaseException:
-        for name in table.files:
-            with contextlib.suppress(OSError):
-                (target / name).unlink(missing_ok=True)
+        undo(staging, checkpoint_id)
         raise
     finally:
         if lock is not None:
@@ -156,9 +141,20 @@ def write(imported: Imported, out: str | os.PathLike[str], *, force: bool) -> Im
 # -- writing --
 
 
-def _write_file(
-    file: Path, runs: list[Run], metadata: dict[str, str], table: _Table, progress: tqdm[None]
-) -> None:
+def _write_files(
+    folder: Path, checkpoint_id: str, world_size: int, runs_of: Callable[[int], list[Run]], total_bytes: int
+) -> list[list[Any]]:
+    """Write the file of every rank; return what `manifest_of` needs of each."""
+    tables = []
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="import", disable=None) as progress:
+        for rank in range(world_size):
+            file = folder / rank_file_name(rank, world_size, checkpoint_id)
+            metadata = file_metadata(rank, world_size, checkpoint_id)
+            tables.append(_write_file(file, runs_of(rank), metadata, progress))
+    return tables
+
+
+def _write_file(file: Path, runs: list[Run], metadata: dict[str, str], progress: tqdm[None]) -> list[Any]:
     named = {run.name: run for run in runs}
     assert len(named) == len(runs), f"{file.name}: a tensor has two runs on one rank"
     specs = [TensorSpec(run.name, (run.values.numel(),), run.values.dtype) for run in runs]
@@ -167,37 +163,24 @@ def _write_file(
             writer.write(named[spec.key].values)
             progress.update(spec.num_bytes)
     written = writer.written()
+    rows = []
     for stored in written.tensors:
         run = named[stored.key]
-        table.kinds[run.name] = (run.shape, dtype_name(run.values.dtype))
-        piece = Piece(
-            file=file.name,
-            key=run.name,
-            file_start=0,
-            start=run.start,
-            numel=stored.numel,
-            checksum=stored.checksum,
+        rows.append(
+            [run.name, run.shape, dtype_name(run.values.dtype), run.start, stored.numel, stored.checksum]
         )
-        table.pieces.setdefault(run.name, []).append(piece)
-    table.files[file.name] = FileRecord(num_bytes=written.num_bytes, header_checksum=written.header_checksum)
+    record = {"num_bytes": written.num_bytes, "header_checksum": written.header_checksum}
+    return [file.name, record, rows, []]
 
 
-def _manifest(imported: Imported, checkpoint_id: str, table: _Table, extra: JsonValue) -> Manifest:
-    for fqn, record in (*imported.params.items(), *imported.buffers.items()):
-        if record.numel == 0:
-            table.kinds.setdefault(model_tensor_name(fqn), (record.shape, record.dtype))
-    return Manifest(
-        checkpoint_id=checkpoint_id,
+def _description(imported: Imported, extra: JsonValue) -> Description:
+    return Description(
         world_size=imported.world_size,
         stage=imported.stage,
-        files=table.files,
         params=imported.params,
         buffers=imported.buffers,
-        tensors={
-            name: TensorEntry(name=name, shape=shape, dtype=dtype, pieces=tuple(table.pieces.get(name, ())))
-            for name, (shape, dtype) in table.kinds.items()
-        },
-        optimizers=imported.optimizers,
+        frozen_left_out=(),
+        optimizers=list(imported.optimizers),
         loss_scaler=imported.loss_scaler,
         extra=extra,
         hf=imported.hf,
@@ -236,19 +219,6 @@ def _is_of(target: Path, source: dict[str, JsonValue]) -> bool:
         found = json.dumps(extra, sort_keys=True)
         return f'"{SOURCE_KEY}": {json.dumps(source, sort_keys=True)}' in found
     return False
-
-
-def _make(target: Path) -> None:
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_written(target, str(error.strerror or error)) from error
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Delete the files of a run that was stopped; with a manifest there, its commit does that."""
-    if not (target / MANIFEST_NAME).is_file():
-        remove_own_files(target)
 
 
 def _check_space(target: Path, num_bytes: int) -> None:

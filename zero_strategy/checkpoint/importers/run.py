@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_strategy.checkpoint.importers.deepspeed import read_deepspeed
+from zero_strategy.checkpoint.importers.deepspeed import Wanted, read_deepspeed
 from zero_strategy.checkpoint.importers.detect import find_source
 from zero_strategy.checkpoint.importers.imported import ImportReport, write
 from zero_strategy.errors import CheckpointError
@@ -24,12 +24,15 @@ class ImportOptions:
         optimizer: The class of the optimizer that will go on; None: what the source says.
         weights_only: Leave the optimizer and the loss scale out.
         force: Replace another checkpoint in the output folder.
+        drop_unknown: Leave out objects of classes that are not known here, such as a client_state may hold;
+            the report names them. If False, a file that has one is refused.
     """
 
     tag: str | None = None
     optimizer: str | None = None
     weights_only: bool = False
     force: bool = False
+    drop_unknown: bool = False
 
 
 def import_checkpoint(
@@ -58,5 +61,6 @@ def import_checkpoint(
             why="The source is only read.",
             fix="Pass a folder outside it.",
         )
-    imported = read_deepspeed(found.folder, optimizer=options.optimizer, weights_only=options.weights_only)
+    wanted = Wanted(options.optimizer, options.weights_only, options.drop_unknown)
+    imported = read_deepspeed(found.folder, wanted)
     return write(imported, target, force=options.force)
