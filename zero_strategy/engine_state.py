@@ -293,6 +293,11 @@ class EngineState:
         self._ownership.num_steps = 0
         return OpenCheckpoint(self.parts(), os.fspath(path), tag)
 
+    @property
+    def saves(self) -> Saves:
+        """The asynchronous saves; for front ends, which put off what must wait for the end of one."""
+        return self._saves
+
     def parts(self) -> Parts:
         """Return what checkpoints and averages are made of."""
         return Parts(

@@ -179,6 +179,49 @@ def test_a_second_save_waits_or_is_refused(tmp_path: Path) -> None:
     engine.close()
 
 
+@distributed(world_size=2)
+def test_what_must_wait_for_a_save_is_done_when_it_is_complete_on_all_ranks_and_never_if_it_failed(
+    tmp_path: Path,
+) -> None:
+    def fail() -> None:
+        raise OSError("no such thing")
+
+    engine, optimizer = begun(3, tmp_path / "c")
+    saves, done = engine.saves, []
+    saves.after(lambda: done.append("at once"))
+    assert done == ["at once"] and saves.path is None
+    with subtest("complete"):
+        with held_back(engine, 1):
+            engine.save_checkpoint(tmp_path / "d", asynchronous=True)
+            if rank() == 0:  # ranks need not have the same to do
+                saves.after(lambda: done.append((tmp_path / "d").exists()))
+                saves.after(lambda: done.append("first"), comes_first=True)
+            train(engine.model, optimizer, 2)
+            assert done == ["at once"] and saves.path == str(tmp_path / "d")
+        engine.wait_for_checkpoint()
+        assert done == (["at once", "first", True] if rank() == 0 else ["at once"])
+    with subtest("an error of one rank"), expect_error(zs.CheckpointError, ["[rank 1]", "no such thing"]):
+        engine.save_checkpoint(tmp_path / "d", asynchronous=True)
+        if rank() == 1:
+            saves.after(fail)
+        engine.wait_for_checkpoint()
+    with subtest("failed"):
+        with held_back(engine, 1):
+            engine.save_checkpoint(tmp_path / "d", asynchronous=True)
+            saves.after(lambda: done.append("after a failure"))
+            if rank() == 1:
+                kill(writer_pid(engine))
+        with expect_error(zs.CheckpointError, "SIGKILL"):
+            engine.wait_for_checkpoint()
+        engine.save_checkpoint(tmp_path / "d", asynchronous=True)
+        engine.wait_for_checkpoint()
+    with subtest("closed"):
+        engine.save_checkpoint(tmp_path / "d", asynchronous=True)
+        saves.after(lambda: done.append("closed"))
+        engine.close()
+    assert "after a failure" not in done and done[-1] == "closed"
+
+
 # -- what can go wrong ---------------------------------------------------------------------------------------
 
 
@@ -411,6 +454,7 @@ def test_an_interrupt_ends_the_wait_and_the_checkpoint_before_stays(tmp_path: Pa
 
     ended = run_to_the_end(tmp_path, "interrupt", on_now=interrupt)
     assert not ended.hung and ended.seconds < 15, ended.output
-    assert "Traceback" not in ended.output and "untouched" in ended.output, ended.output
+    assert "Traceback" not in ended.output and "SIGKILL" not in ended.output, ended.output
+    assert "given up" in ended.output and "untouched" in ended.output, ended.output
     assert Manifest.read(tmp_path / "c").extra == {"number": 1}
     assert_writers_ended(ended)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from zero_strategy.comm.letters import Letters
@@ -17,6 +18,8 @@ from zero_strategy.errors import CheckpointError, ZeroError
 
 # How a save stands on one rank. The largest of all ranks' is how it stands.
 COMPLETE, GOING_ON, FAILED = 0, 1, 2
+# Between two attempts to end what is being written: the first may come before there is a writer process.
+STOP_AGAIN_S = 0.05
 
 
 class Saving(Protocol):
@@ -48,6 +51,7 @@ class PendingSave:
         path: Of the checkpoint, for messages.
         error: What it has failed by, or None.
         is_own: Whether that happened on this rank.
+        afterwards: What is to be done, on the main thread, when it is known to be complete.
     """
 
     def __init__(self, path: str, number: str, saving: Saving, letters: Letters) -> None:
@@ -62,6 +66,7 @@ class PendingSave:
         self.path = path
         self.error: ZeroError | None = None
         self.is_own = True
+        self.afterwards: list[Callable[[], object]] = []
         self._number = number
         self._saving = saving
         self._letters = letters
@@ -92,9 +97,15 @@ class PendingSave:
     def cancel(self) -> None:
         """End the save, if it has not ended."""
         self._is_cancelled.set()
-        if self._is_writing:
-            self._saving.stop()
-        self._has_ended.wait()
+        while not self._has_ended.is_set():
+            if self._is_writing:
+                self._saving.stop()
+            self._has_ended.wait(STOP_AGAIN_S)
+
+    def do_afterwards(self) -> None:
+        """Do what was put off until now, in order; the first error ends it."""
+        for action in self.afterwards:
+            action()
 
     # -- on the thread --
 
@@ -105,9 +116,9 @@ class PendingSave:
             else:
                 self._follow()
         except Exception as raised:
-            if self._is_cancelled.is_set():
-                self.is_own = False
             error = as_zero_error(raised)
+            if self._is_cancelled.is_set():  # whatever was raised is what this has done to it
+                self.is_own, error = False, _cancelled(self.path)
             if error is not raised:
                 error.__cause__ = raised
             with contextlib.suppress(Exception):
@@ -166,3 +177,11 @@ class PendingSave:
         """Return a letter that says what has gone wrong, here or on a rank that has said so."""
         where = f"[rank {self._letters.rank}] " if self.is_own else ""
         return {"error": [f"{where}{error.what}", error.why, error.fix], "may_undo": self._may_undo}
+
+
+def _cancelled(path: str) -> CheckpointError:
+    return CheckpointError(
+        what=f"The checkpoint {path} was given up before it was complete.",
+        why="The program was interrupted while it waited for it, or another rank could not write its part.",
+        fix="Save again. An earlier checkpoint is untouched.",
+    )

@@ -28,6 +28,7 @@ from zero_strategy.checkpoint.pending import COMPLETE, GOING_ON, PendingSave, Sa
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.comm.ledger import MemoryUse
 from zero_strategy.comm.letters import Letters
+from zero_strategy.comm.together import agreed, as_zero_error
 from zero_strategy.errors import CheckpointError, ConfigError
 from zero_strategy.log import LOGGER, log_event
 
@@ -114,13 +115,17 @@ class Saves:
         pending = self._pending
         if pending is None:
             return
-        status = torch.tensor([pending.status], dtype=torch.uint8, device="cpu")
-        self._collectives.maximum(status, "The message about a save that goes on")
-        if int(status) != GOING_ON:
-            self._forget()
-            if int(status) != COMPLETE:
-                pending.cancel()
-                self._collectives.agree(pending.error if pending.is_own else None)
+        found = torch.tensor([pending.status, bool(pending.afterwards)], dtype=torch.uint8, device="cpu")
+        self._collectives.maximum(found, "The message about a save that goes on")
+        status, has_afterwards = found.tolist()
+        if status == GOING_ON:
+            return
+        self._forget()
+        if status != COMPLETE:
+            pending.cancel()
+            self._collectives.agree(pending.error if pending.is_own else None)
+        elif has_afterwards:
+            agreed(self._collectives, pending.do_afterwards)
 
     def wait(self) -> None:
         """Return when no save goes on any more. Collective.
@@ -131,6 +136,32 @@ class Saves:
         if self._pending is not None:
             _wait_aloud(self._pending)
             self.look()
+
+    def after(self, action: Callable[[], object], *, comes_first: bool = False) -> None:
+        """Do something as soon as no save goes on: now, or when the one that does is known to be complete.
+
+        For what must not happen if that save fails, such as the deletion of the checkpoint before it; then it
+        never does. Not collective: every rank has its own.
+
+        Args:
+            action: Begins no collective. An error it raises later is raised on all ranks.
+            comes_first: Do it before what else waits.
+        """
+        if self._pending is None:
+            action()
+        else:
+            afterwards = self._pending.afterwards
+            afterwards.insert(0 if comes_first else len(afterwards), action)
+
+    def join(self) -> None:
+        """Return when this rank's save, if one goes on, has ended somehow. Not collective; raises nothing."""
+        if self._pending is not None:
+            _wait_aloud(self._pending)
+
+    @property
+    def path(self) -> str | None:
+        """The checkpoint that is being saved; None if no save goes on. The same on all ranks."""
+        return None if self._pending is None else self._pending.path
 
     def close(self) -> None:
         """Wait, and give everything back. Not collective; safe to call twice.
@@ -150,8 +181,10 @@ class Saves:
             if self._letters is not None:
                 self._letters.close()
                 self._letters = None
-        if pending is not None and pending.error is not None:
-            raise pending.error
+        if pending is not None:
+            if pending.error is not None:
+                raise pending.error
+            pending.do_afterwards()
 
     def memory_use(self) -> MemoryUse:
         """Return the bytes of the host copy."""
@@ -186,5 +219,11 @@ def _end_at_exit(pending: PendingSave, pid: int) -> None:
         return
     with contextlib.suppress(KeyboardInterrupt):
         _wait_or_cancel(pending)
-    if pending.error is not None:
-        LOGGER.error("%s", pending.error)
+    error = pending.error
+    if error is None:  # rank 0 has committed before anybody hears of it: complete here is complete
+        try:
+            pending.do_afterwards()
+        except Exception as raised:
+            error = as_zero_error(raised)
+    if error is not None:
+        LOGGER.error("%s", error)

@@ -26,7 +26,7 @@ from zero_strategy.front_ends import engines
 from zero_strategy.front_ends.engines import find_engine, move_rest
 from zero_strategy.front_ends.generation import let_ranks_wait
 from zero_strategy.front_ends.settings import load_config
-from zero_strategy.lightning.checkpoint_files import check_type
+from zero_strategy.lightning.checkpoint_files import check_async_save, check_type
 from zero_strategy.lightning.endings import refuse_port, reporting
 from zero_strategy.lightning.other_strategies import refuse_others_keywords
 from zero_strategy.lightning.settings import note_uncast_batches
@@ -65,6 +65,8 @@ class ZeroStrategyBase(_Base):  # type: ignore[misc]
         ddp_keywords = {name: keywords.pop(name) for name in wanted if name in keywords}
         self._state_dict_type: str | None = keywords.pop("state_dict_type", None)
         check_type(self._state_dict_type)
+        self._async_save: bool = keywords.pop("async_save", False)
+        check_async_save(self._async_save, self._state_dict_type)
         self._param_init_fn: InitFn | None = keywords.pop("param_init_fn", None)
         refuse_others_keywords(keywords)
         self._zero_config: ZeroConfig = load_config(stage, config, keywords)

@@ -61,6 +61,28 @@ def check_type(state_dict_type: str | None) -> None:
         )
 
 
+def check_async_save(async_save: Any, state_dict_type: str | None) -> None:
+    """Refuse asynchronous saves of anything but folders.
+
+    Raises:
+        ConfigError: It is asked for without `state_dict_type="sharded"`, or is no bool.
+    """
+    if not isinstance(async_save, bool):
+        raise ConfigError(
+            what=f"async_save={async_save!r} is not known.",
+            why="It says whether training goes on while a checkpoint folder is written.",
+            fix="Use True or False.",
+        )
+    if async_save and state_dict_type != "sharded":
+        raise ConfigError(
+            what=f"async_save=True was given with state_dict_type={state_dict_type!r}.",
+            why="Every rank writes its part of a folder beside its training; a single file is gathered on "
+            "rank 0 and written by the CheckpointIO.",
+            fix='Say state_dict_type="sharded", or leave async_save out. A file is written asynchronously by '
+            "Lightning's AsyncCheckpointIO, of copies that rank 0 has memory for.",
+        )
+
+
 def prefers_folders(engine: ZeroEngine) -> bool:
     """Return whether the whole state is too large for one file, and say so once."""
     whole_bytes = sum(_whole_bytes(bucket, bool(engine.optimizers)) for bucket in engine.buckets)
@@ -76,7 +98,9 @@ def prefers_folders(engine: ZeroEngine) -> bool:
 # -- folders --
 
 
-def save_folder(engine: ZeroEngine, path: Any, content: dict[str, Any], *, weights_only: bool) -> None:
+def save_folder(
+    engine: ZeroEngine, path: Any, content: dict[str, Any], *, weights_only: bool, asynchronous: bool
+) -> None:
     """Write a folder. Collective.
 
     Args:
@@ -84,6 +108,7 @@ def save_folder(engine: ZeroEngine, path: Any, content: dict[str, Any], *, weigh
         path: A local path that all ranks share.
         content: What the framework keeps beside them; rank 0's counts.
         weights_only: Leave the optimizers out.
+        asynchronous: Return as soon as the state has been copied. See `ZeroEngine.save_checkpoint`.
 
     Raises:
         CheckpointError: The path is remote or taken by a file, or something cannot be stored; on all ranks.
@@ -91,7 +116,8 @@ def save_folder(engine: ZeroEngine, path: Any, content: dict[str, Any], *, weigh
     collectives = engine.collectives
     folder = agreed(collectives, lambda: _local_folder(path))
     packed = agreed(collectives, lambda: _pack(content, folder) if collectives.rank == 0 else None)
-    engine.save_checkpoint(folder, extra={CONTENT_KEY: packed}, weights_only=weights_only)
+    extra = {CONTENT_KEY: packed}
+    engine.save_checkpoint(folder, extra=extra, weights_only=weights_only, asynchronous=asynchronous)
 
 
 def open_folder(
@@ -220,6 +246,22 @@ def remove(checkpoint_io: Any, path: Any) -> None:
         shutil.rmtree(folder)
     else:
         checkpoint_io.remove_checkpoint(path)
+
+
+def link(target: Any, path: Any) -> None:
+    """Let a symbolic link lead to a checkpoint, whatever it led to before; to be called on rank 0.
+
+    Args:
+        target: The checkpoint.
+        path: The link. A checkpoint that is there itself is deleted, as Lightning does.
+    """
+    place = Path(_without_scheme(path))
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    beside = place.with_name(f".{place.name}.new")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(os.path.relpath(_without_scheme(target), place.parent))
+    beside.replace(place)
 
 
 def own(value: T) -> T:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError
 from zero_strategy.front_ends.engines import has_16_bit_weights
 from zero_strategy.lightning import checkpoint_files
+from zero_strategy.lightning.checkpoint_callbacks import CheckpointCallbacks, is_amid_fit
 from zero_strategy.lightning.checkpoint_files import MASTERS_KEY
 from zero_strategy.lightning.finetuning import restore_param_groups
 from zero_strategy.lightning.stock_callbacks import trained_weights_key
@@ -46,6 +48,7 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
     def __init__(self, stage: int | None = None, config: Any = None, **keywords: Any) -> None:
         self._opened: OpenCheckpoint | None = None  # the folder that is being loaded
         self._rng_at_first_step: dict[str, Any] | None = None  # See [Note: Random numbers]
+        self._checkpoint_callbacks: CheckpointCallbacks | None = None  # in a fit with asynchronous saves
         super().__init__(stage, config, **keywords)
 
     def setup_environment(self) -> None:
@@ -94,7 +97,13 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
             _note_open_window(self.lightning_module.trainer)
         if self._is_sharded:
             checkpoint_files.refuse_storage_options(storage_options)
-            checkpoint_files.save_folder(engine, filepath, checkpoint, weights_only=not resumable)
+            checkpoint_files.save_folder(
+                engine,
+                filepath,
+                checkpoint,
+                weights_only=not resumable,
+                asynchronous=self._async_save and is_amid_fit(self.lightning_module.trainer, filepath),
+            )
             return
         if resumable:
             checkpoint[RNG_KEY] = engine.collectives.gather_json(rng.get_state(self.root_device))
@@ -107,9 +116,33 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
         )
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a file or a folder, on rank 0."""
-        if self.is_global_zero:
-            checkpoint_files.remove(self.checkpoint_io, filepath)
+        """Delete a file or a folder, on rank 0; while a save goes on, when that is complete, if ever."""
+        if not self.is_global_zero:
+            return
+        remove = partial(checkpoint_files.remove, self.checkpoint_io, filepath)
+        engines = self._engines_now()
+        if engines:
+            engines[0].saves.after(remove)
+        else:
+            remove()
+
+    def _begin_saves(self) -> None:
+        if self._async_save:
+            self._checkpoint_callbacks = CheckpointCallbacks(
+                self.lightning_module.trainer, self.namespace, self.engine.saves
+            )
+
+    def _end_saves(self, is_agreed: bool) -> None:
+        """Wait for the last save. Collective, unless the run ends by an exception that is not `is_agreed`.
+
+        Other ranks may not get here then; the end of the program waits all the same, each rank for itself.
+        """
+        if self._checkpoint_callbacks is None:
+            return
+        self._checkpoint_callbacks.end()
+        self._checkpoint_callbacks = None
+        if is_agreed or self.lightning_module.trainer.state.status != "interrupted":
+            self.engine.wait_for_checkpoint()
 
     # -- loading, in the order of a run --
 
@@ -126,6 +159,7 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
         """
         engine: ZeroEngine = self.engine
         self._forget_loading()
+        engine.wait_for_checkpoint()  # it may be the one that is asked for
         if weights_only is None:
             weights_only = _asked_weights_only(self.lightning_module.trainer)
         if checkpoint_files.is_folder(checkpoint_path):

@@ -48,7 +48,9 @@ class FabricHooks(FabricCheckpointHooks, ZeroStrategyBase):
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision,
             process_group_backend, timeout, start_method. `param_init_fn` is the engine's, for modules on meta
             that have no `reset_parameters`. `state_dict_type="sharded"` lets `fabric.save` write a folder
-            for each model, every rank its part, instead of one file.
+            for each model, every rank its part, instead of one file; with `async_save=True` it returns when
+            the state has been copied, and a process beside each rank writes it. What goes wrong is raised by
+            the next step, save or load of that model; `fabric.load` and the end of the program wait.
 
     Raises:
         ConfigError: A setting is unknown or cannot be honoured, or processes would be spawned at stage 3.

@@ -89,7 +89,9 @@ class FabricCheckpointHooks(_Base):  # type: ignore[misc]
         rest = {key: value for key, value in state.items() if not _is_engines(value)}
         content = {"keys": list(state), "rest": self._convert_stateful_objects_in_state(rest, filter={})}
         has_optimizers = any(isinstance(value, ShardedOptimizer) for value in state.values())
-        checkpoint_files.save_folder(engine, path, content, weights_only=not has_optimizers)
+        checkpoint_files.save_folder(
+            engine, path, content, weights_only=not has_optimizers, asynchronous=self._async_save
+        )
 
     # -- loading --
 
@@ -104,6 +106,8 @@ class FabricCheckpointHooks(_Base):  # type: ignore[misc]
         Raises:
             CheckpointError: It cannot be read, or `strict` and it lacks something that was asked for.
         """
+        for engine in self._living_engines():  # one of them may be writing it
+            engine.saves.join()
         if checkpoint_files.is_folder(path):
             return self._load_folder(path, state, strict, weights_only)
         io = self.checkpoint_io

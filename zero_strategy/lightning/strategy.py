@@ -53,6 +53,10 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
             a folder into which every rank writes its part. By default files, but folders where the whole
             state is above 10 GiB (and it goes to a local path through Lightning's own `CheckpointIO`). Either
             is loaded, whatever this says.
+        async_save: With "sharded": saves during `fit` return when the state has been copied, and a process
+            beside each rank writes it while training goes on. What goes wrong is raised by the next step.
+            A checkpoint that ModelCheckpoint deletes stays until the new one is complete; the end of the run
+            waits.
         **keywords: Settings of `ZeroConfig`, which beat `config`; and these of Lightning's `DDPStrategy`:
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend, timeout, start_method. `param_init_fn` is the engine's, for modules on meta
@@ -112,6 +116,7 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
+            self._begin_saves()
         self.setup_precision_plugin()
         self._end_early_watch()
 
@@ -260,6 +265,7 @@ class TrainerHooks(CheckpointHooks, ZeroStrategyBase):
         """End a run and keep the engine. See [Note: The model stays where it is]."""
         if self._stops is not None:
             self._stops.remove()
+        self._end_saves(is_agreed=self._stops is not None and self._stops.raised is not None)
         if self._engine is not None:
             self._engine.rest()
         assert self.cluster_environment is not None and self.accelerator is not None
