@@ -134,12 +134,11 @@ def _inspect(parsed: argparse.Namespace) -> int:
 
     with CheckpointReader(parsed.checkpoint) as reader:
         if parsed.json:
-            summary = summarize(reader.manifest)._asdict()
+            summary = summarize(reader)._asdict()
             summary["optimizers"] = [optimizer._asdict() for optimizer in summary["optimizers"]]
             print(json.dumps({"folder": str(reader.folder), **summary}, indent=2))
         else:
-            print(f"folder       {reader.folder}")
-            print(render(reader.manifest, max_params=None if parsed.all else MAX_LISTED_PARAMS))
+            print(render(reader, max_params=None if parsed.all else MAX_LISTED_PARAMS))
     return EXIT_OK
 
 

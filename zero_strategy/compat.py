@@ -134,6 +134,10 @@ def copying_to_host(device: torch.device) -> Iterator[None]:
     stream.synchronize()
 
 
+# cudaHostRegisterPortable of driver_types.h: locked for every GPU of the process, not only the current one.
+_HOST_REGISTER_PORTABLE = 1
+
+
 def page_lock(memory: Tensor) -> None:
     """Page-lock host memory where it is, for copies from a GPU; `page_unlock` before it is freed.
 
@@ -141,7 +145,8 @@ def page_lock(memory: Tensor) -> None:
         RuntimeError: CUDA refuses.
     """
     num_bytes = memory.numel() * memory.element_size()
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
+    register = torch.cuda.cudart().cudaHostRegister
+    torch.cuda.check_error(int(register(memory.data_ptr(), num_bytes, _HOST_REGISTER_PORTABLE)))
 
 
 def page_unlock(memory: Tensor) -> None:

@@ -172,14 +172,14 @@ class EngineState:
             `state_dict` only.
 
         Raises:
-            CheckpointError: Shapes differ, or names do and `strict`.
+            CheckpointError: Shapes differ, or names do and `strict`. Nothing has been loaded then.
         """
         self.averages.require_out()
         self._begin_call("load_full_state_dict")
-        result = full_weights.scatter(self.model, self.buckets, self._masters, state_dict, self._collectives)
+        result = full_weights.scatter(
+            self.model, self.buckets, self._masters, state_dict, self._collectives, strict=strict
+        )
         self._ownership.num_steps = 0
-        if strict:
-            full_weights.require_names(result, so_far="What did match has been loaded.")
         return result
 
     def sync_masters_from_params(self) -> None:

@@ -54,7 +54,10 @@ def write_report(
         rows = [TableRow(kind, nbytes, "") for kind, nbytes in ledger.memory.items()]
         return "\n".join([*lines, "No optimizer step yet. Held now, on this rank:", format_table(rows)])
     lines += [f"Held at step {step.memory_of_step} of {ledger.num_steps}, on this rank:"]
-    lines += [format_table(_held(step, facts))]
+    rows = _held(step, facts)
+    if ledger.memory["host_copy"]:  # of any step: it is made by the first asynchronous save and kept
+        rows.append(TableRow("host copy of saves", ledger.memory["host_copy"], "this rank's file"))
+    lines += [format_table(rows)]
     if world_size > 1:
         micro = f" ({step.num_backwards} micro-batches)" if step.num_backwards > 1 else ""
         lines += ["", f"Sent for it{micro}, by this rank:", format_table(_sent(step, facts))]

@@ -28,8 +28,8 @@ from tests.distributed.state_support import EXTRA, LAYOUTS, assert_same, engine_
 from tests.harness import distributed, expect_error, rank, run_ranks, subtest, world_size
 from tests.launching import TORCHRUN, Ended, run_script
 from tests.recorder import logged
+from zero_strategy.checkpoint.extra import MODULES_KEY
 from zero_strategy.checkpoint.format import Manifest
-from zero_strategy.checkpoint.parts import MODULES_KEY
 from zero_strategy.comm import watch
 
 CHECKPOINT_ID = re.compile(rb"[0-9a-f]{16}")

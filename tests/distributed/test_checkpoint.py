@@ -1,8 +1,10 @@
 """Checkpoints of a running engine: written sharded, read at any world size, stage and bucket size.
 
 Oracles: the values before the save, gathered whole on rank 0, bit for bit; the uninterrupted run, bit for bit
-in the same layout, and within 1e-5 of a tensor's norm at another world size, where gradients are added in
-another order. Checkpoints saved again after a load must hold the same tensors (fp32 masters included).
+at the same world size, and in fp32 within 1e-5 of a tensor's norm at another one, where gradients are added
+in another order. In bf16 that order changes rounded gradients, and Adam divides them by their own size, so no
+useful bound holds: there the run that goes on at this world size from the whole state, without a checkpoint,
+bit for bit. Checkpoints saved again after a load must hold the same tensors (fp32 masters included).
 """
 
 from __future__ import annotations
@@ -36,8 +38,6 @@ from zero_strategy.checkpoint.format import CheckpointReader
 from zero_strategy.checkpoint.full_weights import MorePreciseWeights
 from zero_strategy.comm.together import agreed
 
-BF16_TOLERANCE = 2e-2  # of a tensor's norm: gradients are rounded to bf16, whose last bit is 2**-8
-
 
 def stored(folder: Path) -> dict[str, Tensor]:
     """Return every tensor of a checkpoint, masters and all."""
@@ -66,16 +66,28 @@ def save_all(folder: Path, numbers: list[int]) -> None:
             optimizer.param_groups[0]["lr"] *= 0.5
             engine.save_checkpoint(folder / name, extra=EXTRA if rank() == 0 else None)
             at_save = whole_state(engine)
+            masters = engine.full_state_dict(dtype=torch.float32)
             losses = train(engine.model, optimizer, 3, first=2)
             after = whole_state(engine)["weights"]
             if rank() == 0:
-                torch.save([at_save, after], folder / f"{name}.pt")
+                torch.save([at_save, masters, after], folder / f"{name}.pt")
             torch.save(losses, folder / f"{name}-losses-{rank()}.pt")
             engine.close()
 
 
+def go_on_from_whole_state(whole: dict[str, Any], masters: dict[str, Tensor], bf16: Any) -> list[Any]:
+    """Return what three steps from a whole state come to at this world size: losses and weights."""
+    engine, optimizer = engine_of({"stage": 2, "bf16": bf16}, seed=6)
+    engine.load_full_state_dict(masters)
+    optimizer.load_state_dict(whole["optimizers"][0])
+    outcome = [train(engine.model, optimizer, 3, first=2), whole_state(engine)["weights"]]
+    engine.close()
+    return outcome
+
+
 def load_all(folder: Path, loads: list[tuple[int, int, dict[str, Any]]]) -> None:
     """Load checkpoints, each by the world size and the layout it was saved at, in another layout."""
+    twins: dict[str, list[Any]] = {}
     for saved_at, number, other in loads:
         layout, name = LAYOUTS[number], f"{saved_at}-{number}"
         with subtest(f"load {layout} of {saved_at} ranks as {other}"):
@@ -83,7 +95,7 @@ def load_all(folder: Path, loads: list[tuple[int, int, dict[str, Any]]]) -> None
             train(engine.model, optimizer, 1)  # state that a load must replace
             extra = engine.load_checkpoint(folder / name)
             assert_same(extra, EXTRA)
-            at_save, after = torch.load(folder / f"{name}.pt", weights_only=False)
+            at_save, masters, after = torch.load(folder / f"{name}.pt", weights_only=False)
             assert_same(whole_state(engine), at_save)
             again = folder / f"{name}-again-{world_size()}-{other['stage']}-{other['reduce_bucket_size']}"
             engine.save_checkpoint(again)
@@ -95,9 +107,13 @@ def load_all(folder: Path, loads: list[tuple[int, int, dict[str, Any]]]) -> None
             if world_size() == saved_at:  # neither the stage nor the bucket size changes a bit
                 assert_same(losses, torch.load(folder / f"{name}-losses-{rank()}.pt"))
                 assert_same(weights, after)
+            elif "bf16" in layout:
+                if name not in twins:
+                    twins[name] = go_on_from_whole_state(at_save, masters, layout["bf16"])
+                assert_same([losses, weights], twins[name])
             else:
                 del weights["counting._extra_state"]
-                assert_close(weights, after, BF16_TOLERANCE if layout.get("bf16") else 1e-5)
+                assert_close(weights, after, 1e-5)
             engine.close()
 
 

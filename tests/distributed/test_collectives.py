@@ -7,6 +7,8 @@ bit for bit.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -161,14 +163,19 @@ def test_gathers_and_reductions_may_be_issued_in_different_orders() -> None:
 
 @distributed(world_size=[1, 2, 3])
 def test_json_of_any_length_arrives_from_all_ranks_in_rank_order() -> None:
-    collectives, _ = connect()
+    collectives, ledger = connect()
     for name, make in (
         ("uneven", lambda r: "x" * (1000 * r)),
+        ("about as long as is sent at once", lambda r: "x" * (117 + r)),
         ("none", lambda r: None),
         ("one has nothing", lambda r: [] if r == 0 else {"rank": r, "name": "\u00e9"}),
     ):
         with subtest(name):
+            ledger.reset()
             assert collectives.gather_json(make(rank())) == [make(r) for r in range(world_size())]
+            longest_bytes = max(len(json.dumps(make(r))) for r in range(world_size()))
+            sent = (world_size() - 1) * (8 + max(120, longest_bytes))
+            assert world_size() == 1 or ledger.comm["control"] == {"calls": 1, "bytes_sent": sent}
     assert collectives.broadcast_json([rank(), "same"]) == [0, "same"]
 
 

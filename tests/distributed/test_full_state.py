@@ -201,8 +201,11 @@ def test_names_that_do_not_match_are_returned_or_refused_on_all_ranks() -> None:
             del given["shared.bias"], given["average"]
             given["stranger"] = torch.ones(2)
             given = given if rank() == 0 else {}
-            with expect_error(zs.CheckpointError, ["shared.bias", "average", "stranger", "strict=False"]):
+            before = engine.full_state_dict()
+            texts = ["shared.bias", "average", "stranger", "strict=False", "Nothing was loaded"]
+            with expect_error(zs.CheckpointError, texts):
                 engine.load_full_state_dict(given)
+            assert_same(engine.full_state_dict(), before)
             result = engine.load_full_state_dict(given, strict=False)
             assert sorted(result.missing_keys) == ["average", "shared.bias"]
             assert result.unexpected_keys == ["stranger"]

@@ -165,6 +165,16 @@ def test_a_folder_goes_between_the_stages(tmp_path: Path) -> None:
             fabric.load_raw(path, state["model"])
             with expect_error(zs.CheckpointError, ["'unknown'", "'scheduler'"]):
                 fabric.load(path, {**state, "unknown": None})
+    with subtest("every rank's random numbers go on, with an optimizer"):
+        fabric, state = new_state(zero(2, state_dict_type="sharded"))
+        torch.manual_seed(50 + rank())
+        fabric.save(tmp_path / "drawn", state)
+        drawn = torch.rand(4)
+        fabric, state = new_state(zero(3), seed=1)
+        fabric.load(tmp_path / "drawn", state)
+        assert torch.equal(torch.rand(4), drawn)
+        fabric.load(tmp_path / "drawn", {"model": state["model"]}, strict=False)
+        assert not torch.equal(torch.rand(4), drawn)
     with subtest("refused"):
         fabric, state = new_state(zero(3, state_dict_type="sharded"))
         second = fabric.setup_module(new_net(5))

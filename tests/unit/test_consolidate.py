@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
-from tests.synthetic_checkpoint import Description, same_bits, save, small_state
+from tests.synthetic_checkpoint import Description, edit_manifest, same_bits, save, small_state
 from zero_strategy.checkpoint.consolidate import consolidate
 from zero_strategy.checkpoint.export import MARKER_NAME, ExportOptions
 from zero_strategy.checkpoint.folders import lock_folder
@@ -212,6 +212,25 @@ def test_trainable_only_writes_no_frozen_parameter_and_no_buffer(tmp_path: Path)
     save(tmp_path / "frozen", {"w": torch.zeros(2)}, 1, Description(frozen=frozenset({"w"})))
     with pytest.raises(CheckpointError, match="trainable"):
         consolidate(tmp_path / "frozen", tmp_path / "none", ExportOptions(trainable_only=True))
+
+
+def test_a_checkpoint_without_its_frozen_parameters_is_consolidated_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "checkpoint", {"adapter": torch.ones(2)}, 1)
+    consolidate(tmp_path / "checkpoint", tmp_path / "whole")
+    assert not caplog.records
+    names = ["base.0.weight", "base.1.weight", "base.2.weight"]
+    edit_manifest(tmp_path / "checkpoint", lambda document: document.update(frozen_left_out=names))
+    consolidate(tmp_path / "checkpoint", tmp_path / "adapters", ExportOptions(trainable_only=True))
+    assert not caplog.records, "as it was asked for"
+    consolidate(tmp_path / "checkpoint", tmp_path / "out")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    text = (
+        f"without 3 frozen parameters (base.0.weight, base.1.weight and 1 more): they are not in {tmp_path}"
+    )
+    assert text in record.getMessage()
 
 
 def test_side_files_are_copied_and_weights_and_stale_configs_are_not(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from zero_strategy.checkpoint import torch_archive
 from zero_strategy.checkpoint.consolidate import consolidate
 from zero_strategy.checkpoint.elements import DTYPES
 from zero_strategy.checkpoint.export import MARKER_NAME, ExportOptions
+from zero_strategy.checkpoint.extra import MODULES_KEY
 from zero_strategy.checkpoint.output_file import BUFFER_BYTES, OutputFile
-from zero_strategy.checkpoint.parts import MODULES_KEY
 from zero_strategy.errors import CheckpointError
 
 TORCH = ExportOptions(format="torch")

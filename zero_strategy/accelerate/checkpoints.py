@@ -203,7 +203,7 @@ class CheckpointMethods(Accelerator):  # type: ignore[misc]
         names = [folder_of(folder, number) for number in range(len(engines))]
         self._on_rank_0(lambda: _require_folders(folder, names))
         for engine, name in zip(engines, names, strict=True):
-            engine.load_checkpoint(name)
+            engine.load_checkpoint(name, rng=False)  # Accelerate's own files have the generators' states
 
     def _is_sharded(self, folder: str) -> bool:
         """Whether a state is of that kind, as rank 0 finds it: others may see it later."""

@@ -11,9 +11,11 @@ from functools import partial
 from typing import Any
 
 from zero_strategy.checkpoint.export import ExportOptions, ExportReport, Source, export
+from zero_strategy.checkpoint.extra import parts_of_extra
 from zero_strategy.checkpoint.format import CheckpointReader, decode_extra, model_tensor_name
-from zero_strategy.checkpoint.parts import MODULES_KEY
+from zero_strategy.checkpoint.manifest import some
 from zero_strategy.checkpoint.streamed import StreamedTensor
+from zero_strategy.log import LOGGER
 
 READ_BYTES = 2**20  # at once: small enough to stay in a core's cache until it has been copied on
 
@@ -39,6 +41,12 @@ def consolidate(
     """
     with CheckpointReader(checkpoint) as reader:
         manifest = reader.manifest
+        if manifest.frozen_left_out and not (options and options.trainable_only):
+            LOGGER.warning(
+                "%s was saved without %d frozen parameters (%s): they are not in %s either, which is no "
+                "whole model. Load it over the model that has them.",
+                *(reader.folder, len(manifest.frozen_left_out), some([*manifest.frozen_left_out], 2), out),
+            )
         source = Source(
             checkpoint_id=manifest.checkpoint_id,
             written=manifest.created,
@@ -53,11 +61,8 @@ def consolidate(
 
 def _module_states(reader: CheckpointReader) -> dict[str, Any]:
     """Return what modules keep beside parameters and buffers, with its tensors still to be read."""
-    encoded = reader.manifest.extra
-    content = encoded.get(MODULES_KEY) if isinstance(encoded, dict) else None
-    if not isinstance(content, dict):
-        return {}
-    states = decode_extra(content.get("modules", {}), partial(_streamed, reader))
+    _, modules = parts_of_extra(reader.manifest.extra)
+    states = decode_extra(modules, partial(_streamed, reader))
     return states if isinstance(states, dict) else {}
 
 

@@ -20,6 +20,7 @@ from zero_strategy.errors import CheckpointError
 
 MAX_DEPTH = 64  # levels of nesting; more is a structure that contains itself
 EXTRA_PREFIX = "extra/"
+MODULES_KEY = "$modules"  # of encoded extra state, where modules have some too; `encode_extra` never makes it
 
 # JSON has neither tensors nor infinities; they become an object with one key of these. A user's own dict
 # with a key that begins with "$" is wrapped in "$dict", so that every dict comes back as it was.
@@ -68,6 +69,14 @@ def decode_extra(encoded: JsonValue, read_tensor: Callable[[str], object]) -> ob
         why="It is not in the form in which extra state is saved, so the manifest was edited or damaged.",
         fix="Use another copy of the checkpoint. Nothing on disk was changed.",
     )
+
+
+def parts_of_extra(encoded: JsonValue) -> tuple[JsonValue, JsonValue]:
+    """Return what is the user's of a checkpoint's extra state, and what is that of modules, both encoded."""
+    if not isinstance(encoded, dict) or MODULES_KEY not in encoded:
+        return encoded, {}
+    both = encoded[MODULES_KEY]
+    return (both.get("user"), both.get("modules", {})) if isinstance(both, dict) else (both, {})
 
 
 def _encode(obj: object, path: str, tensors: dict[str, Tensor], depth: int) -> JsonValue:

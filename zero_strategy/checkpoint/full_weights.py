@@ -126,6 +126,8 @@ def scatter(
     masters: Masters,
     state_dict: Mapping[str, Any],
     collectives: Collectives,
+    *,
+    strict: bool = False,
 ) -> LoadResult:
     """Take over rank 0's whole weights and buffers. Collective. See `ZeroEngine.load_full_state_dict`."""
     own = names_in(model)
@@ -134,6 +136,11 @@ def scatter(
     agreed(collectives, lambda: require_fit(own, extra_names, state_dict) if is_source else None)
     given: list[str] = collectives.broadcast_json(names_given(state_dict) if is_source else None)
     present = set(given)
+    result = LoadResult(
+        [name for name in own if name not in present], [name for name in given if name not in own]
+    )
+    if strict:
+        require_names(result)
     places = {id(param): (bucket, i) for bucket in buckets for i, param in enumerate(bucket.params)}
     done: set[int] = set()
     for name, value in own.items():
@@ -153,9 +160,7 @@ def scatter(
         bucket.state.note_write(bucket.is_whole)
     of_modules = {name: state_dict[name] for name in extra_names if name in state_dict} if is_source else {}
     set_module_extra_states(model, _broadcast_states(of_modules, collectives))
-    return LoadResult(
-        [name for name in own if name not in present], [name for name in given if name not in own]
-    )
+    return result
 
 
 def write_param(bucket: Bucket, index: int, whole: Tensor, masters: Masters) -> None:
@@ -221,12 +226,11 @@ def names_given(given: Mapping[str, Any]) -> list[str]:
     return list(given)
 
 
-def require_names(result: LoadResult, *, so_far: str) -> None:
-    """Raise if a name has no match.
+def require_names(result: LoadResult) -> None:
+    """Raise if a name has no match, before anything is loaded.
 
     Args:
-        result: What did not match; the same on all ranks.
-        so_far: What has been loaded, for the message.
+        result: What does not match; the same on all ranks.
 
     Raises:
         CheckpointError: There is a missing or an unexpected name.
@@ -236,7 +240,7 @@ def require_names(result: LoadResult, *, so_far: str) -> None:
     raise CheckpointError(
         what=f"The weights do not fit the model: missing {result.missing_keys[:5]}, unexpected "
         f"{result.unexpected_keys[:5]} ({len(result.missing_keys)} and {len(result.unexpected_keys)} names).",
-        why=f"With strict=True every name must have its match. {so_far}",
+        why="With strict=True every name must have its match. Nothing was loaded.",
         fix="Load them into the model they were saved from, or pass strict=False and look at the result.",
     )
 

@@ -99,7 +99,8 @@ class HostCopy:
                 self._pin()
             with compat.copying_to_host(device):
                 for target, values in pairs:
-                    target.copy_(values, non_blocking=True)
+                    # Elsewhere a copy that is not waited for may still run when its memory is written out.
+                    target.copy_(values, non_blocking=device.type == "cuda")
 
     def close(self) -> None:
         """Give the memory back. Safe to call twice."""

@@ -5,13 +5,18 @@ Called by the command line. It reads the manifest and, to verify, the data; it c
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from pydantic import JsonValue
 from tqdm import tqdm
 
+from zero_strategy.checkpoint.extra import decode_extra, parts_of_extra
 from zero_strategy.checkpoint.format import CheckpointReader, Manifest, Piece, TensorEntry, model_tensor_name
+from zero_strategy.checkpoint.manifest import some
+from zero_strategy.checkpoint.safetensors_io import SafetensorsFile
+from zero_strategy.checkpoint.tags import read_latest, tags_in
 from zero_strategy.errors import CheckpointError
 
 
@@ -49,10 +54,15 @@ class CheckpointSummary(NamedTuple):
     bytes_by_kind: dict[str, int]  # "model", "optim", "extra"
     file_bytes: dict[str, int]
     optimizers: list[OptimizerSummary]
+    frozen_left_out: list[str]  # names of parameters that were not stored on purpose
+    extra_keys: list[str]  # of the user's extra state, where that is a dict
+    tags: list[str]  # of the checkpoints in the folder that holds this one, this one included
+    latest: str | None  # of them, as the file there says
 
 
-def summarize(manifest: Manifest) -> CheckpointSummary:
-    """Count what a manifest describes. Tied parameters count once."""
+def summarize(reader: CheckpointReader) -> CheckpointSummary:
+    """Count what a manifest describes, and look around it. Tied parameters count once."""
+    manifest, outer = reader.manifest, reader.folder.absolute().parent
     bytes_by_kind = {"model": 0, "optim": 0, "extra": 0}
     for name, entry in manifest.tensors.items():
         kind = name.split("/", 1)[0]
@@ -65,6 +75,10 @@ def summarize(manifest: Manifest) -> CheckpointSummary:
             fqns = group.get("params")
             group["params"] = len(fqns) if isinstance(fqns, list) else 0
         optimizers.append(OptimizerSummary(optimizer.class_name, groups))
+    extra = decode_extra(parts_of_extra(manifest.extra)[0], str)  # tensors by name: they are not read
+    latest: str | None = None
+    with contextlib.suppress(CheckpointError):  # one that cannot be used is no reason not to show this one
+        latest = read_latest(outer)
     return CheckpointSummary(
         checkpoint_id=manifest.checkpoint_id,
         created=manifest.created,
@@ -76,6 +90,10 @@ def summarize(manifest: Manifest) -> CheckpointSummary:
         bytes_by_kind=bytes_by_kind,
         file_bytes={name: record.num_bytes for name, record in manifest.files.items()},
         optimizers=optimizers,
+        frozen_left_out=list(manifest.frozen_left_out),
+        extra_keys=sorted(extra) if isinstance(extra, dict) else [],
+        tags=tags_in(outer),
+        latest=latest,
     )
 
 
@@ -109,8 +127,8 @@ def _damage_of_file(
         file = reader.manifest.open_file(reader.folder, name)
         file.close()
     except (CheckpointError, OSError) as error:
-        yield Damage(name, None, 0, 0, error.why if isinstance(error, CheckpointError) else str(error))
-        yield from (Damage(name, e.name, p.start, p.stop, "The file cannot be used.") for e, p in inside)
+        why = error.why if isinstance(error, CheckpointError) else f"{error}."
+        yield Damage(name, None, 0, 0, f"{why} {_what_is_lost(reader, name, inside)}")
         return
     offsets = {key: stored.offset_bytes for key, stored in file.tensors.items()}
     for entry, piece in sorted(inside, key=lambda item: (offsets.get(item[1].key, 0), item[1].file_start)):
@@ -121,16 +139,42 @@ def _damage_of_file(
         advance(piece.numel * entry.torch_dtype.itemsize)
 
 
-def render(manifest: Manifest, *, max_params: int | None = None) -> str:
+def _what_is_lost(reader: CheckpointReader, name: str, inside: list[tuple[TensorEntry, Piece]]) -> str:
+    """Say in one line what a file that cannot be used held; of one cut short, what lies beyond its end."""
+    path, record = reader.folder / name, reader.manifest.files[name]
+    lost = [entry.name for entry, _ in inside]
+    text = f"None of its {_plural(len(lost), 'tensor')} can be read"
+    with contextlib.suppress(CheckpointError, OSError):
+        left_bytes = path.stat().st_size
+        file = SafetensorsFile(path, record.num_bytes)
+        file.close()
+        if left_bytes < record.num_bytes and file.header_checksum == record.header_checksum:
+            ends = {
+                entry.name: file.tensors[piece.key].offset_bytes
+                + (piece.file_start + piece.numel) * entry.torch_dtype.itemsize
+                for entry, piece in inside
+                if piece.numel
+            }
+            lost = sorted((name for name in ends if ends[name] > left_bytes), key=lambda name: ends[name])
+            text = f"Of its {_plural(len(inside), 'tensor')} {len(lost)} end beyond that"
+    names = [repr(lost[0]), *([repr(lost[-1])] if len(lost) > 1 else [])] if lost else []
+    return f"{text}: {' to '.join(names)}." if names else f"{text}."
+
+
+def render(reader: CheckpointReader, *, max_params: int | None = None) -> str:
     """Lay a checkpoint out as text for a terminal; `max_params` cuts the list of parameters."""
-    summary = summarize(manifest)
+    summary, manifest = summarize(reader), reader.manifest
     kinds = ", ".join(f"{kind} {_size(num)}" for kind, num in summary.bytes_by_kind.items() if num)
     lines = [
+        f"folder       {reader.folder}",
+        *_lines_about_tags(reader.folder.absolute().name, summary),
         f"checkpoint   {summary.checkpoint_id}, saved {summary.created}",
         f"saved by     {_plural(summary.world_size, 'rank')} at stage {summary.stage} (loads at any other)",
         f"parameters   {summary.num_params} with {summary.param_numel:,} elements, "
         f"{summary.trainable_numel:,} of them trainable",
+        *_lines_about_left_out(summary.frozen_left_out),
         f"stored       {kinds or 'nothing'}",
+        *([f"extra state  {some(summary.extra_keys)}"] if summary.extra_keys else []),
         f"model type   {manifest.hf.config.get('model_type') if manifest.hf else 'no Hugging Face config'}",
         "",
         *_param_lines(manifest, max_params),
@@ -143,6 +187,16 @@ def render(manifest: Manifest, *, max_params: int | None = None) -> str:
     lines += ["", f"{'file':<58} {'size':>12}"]
     lines += [f"{name:<58} {_size(num_bytes):>12}" for name, num_bytes in summary.file_bytes.items()]
     return "\n".join(lines)
+
+
+def _lines_about_tags(own: str, summary: CheckpointSummary) -> list[str]:
+    others = [f"{tag} (latest)" if tag == summary.latest else tag for tag in summary.tags if tag != own]
+    lines = ["             the latest there"] if own == summary.latest else []
+    return lines + ([f"beside it    {some(others)}"] if others else [])
+
+
+def _lines_about_left_out(names: list[str]) -> list[str]:
+    return [f"left out     {_plural(len(names), 'frozen parameter')} ({some(names, 2)})"] if names else []
 
 
 def _param_lines(manifest: Manifest, max_params: int | None) -> list[str]:

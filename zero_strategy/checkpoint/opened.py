@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero_strategy.bucket import publish_all
 from zero_strategy.checkpoint import averages
+from zero_strategy.checkpoint.extra import parts_of_extra
 from zero_strategy.checkpoint.fits import (
     OptimizerMatch,
     left_out_here,
@@ -41,7 +42,7 @@ from zero_strategy.checkpoint.full_weights import (
     require_names,
     scatter,
 )
-from zero_strategy.checkpoint.parts import MODULES_KEY, Parts
+from zero_strategy.checkpoint.parts import Parts
 from zero_strategy.checkpoint.reading import read_buffers, read_optimizers, read_params
 from zero_strategy.checkpoint.rng import can_go_on, from_tensor, set_state
 from zero_strategy.checkpoint.stored_weights import StoredWeights, stored_names
@@ -182,7 +183,7 @@ class OpenCheckpoint:
         if strict:
             may_lack = left_out_here(parts, self._reader.manifest)
             missing = [name for name in result.missing_keys if name not in may_lack]
-            require_names(result._replace(missing_keys=missing), so_far="Nothing was loaded.")
+            require_names(result._replace(missing_keys=missing))
         parts.collectives.agree(shapes_misfit(own, stored, self._reader.manifest))
         changed = agreed(parts.collectives, lambda: _changed(parts, weights, stored) if is_first else {})
         self._verify()
@@ -297,11 +298,12 @@ class OpenCheckpoint:
     def _both_extras(self) -> dict[str, Any]:
         """Read the user's extra state and that of modules."""
         if self._extra is None:
-            encoded = self._reader.manifest.extra
-            with_modules = isinstance(encoded, dict) and MODULES_KEY in encoded
-            content = encoded[MODULES_KEY] if with_modules else encoded  # type: ignore[index, call-overload]
-            decoded = agreed(self._parts.collectives, lambda: decode_extra(content, self._reader.read_tensor))
-            self._extra = decoded if with_modules else {"user": decoded, "modules": {}}
+            user, modules = parts_of_extra(self._reader.manifest.extra)
+            read = self._reader.read_tensor
+            self._extra = agreed(
+                self._parts.collectives,
+                lambda: {"user": decode_extra(user, read), "modules": decode_extra(modules, read)},
+            )
         extras: dict[str, Any] = self._extra
         return extras
 

@@ -36,8 +36,6 @@ from zero_strategy.optim import full_state
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.precision import Masters
 
-MODULES_KEY = "$modules"  # of extra state, where modules have some too; `encode_extra` never makes it
-
 
 class Parts(NamedTuple):
     """The parts of an engine that a checkpoint is made of."""

@@ -289,8 +289,12 @@ class SafetensorsFile:
     file ends in a `CheckpointError` with its name, never in a wild read or a huge allocation.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, whole_bytes: int | None = None) -> None:
         """Open the file and read its header.
+
+        Args:
+            path: The file.
+            whole_bytes: What it should have, to read the header of one that was cut short; None: what it has.
 
         Raises:
             CheckpointError: The file is missing, unreadable, or not a whole safetensors file.
@@ -298,7 +302,7 @@ class SafetensorsFile:
         self.path = path
         try:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (stays open)
-            self.num_bytes = os.fstat(self._file.fileno()).st_size
+            self.num_bytes = whole_bytes or os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise _damaged(path, f"it could not be opened ({error.strerror or error})") from error
         try:

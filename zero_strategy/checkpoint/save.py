@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zero_strategy.checkpoint import averages, rng
 from zero_strategy.checkpoint.background import WriterProcess
+from zero_strategy.checkpoint.extra import MODULES_KEY
 from zero_strategy.checkpoint.folders import unlock_folder
 from zero_strategy.checkpoint.format import (
     dtype_name,
@@ -29,7 +30,6 @@ from zero_strategy.checkpoint.format import (
 )
 from zero_strategy.checkpoint.full_weights import module_extra_states
 from zero_strategy.checkpoint.parts import (
-    MODULES_KEY,
     Description,
     Parts,
     describe,

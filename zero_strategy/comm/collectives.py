@@ -28,6 +28,9 @@ from zero_strategy.comm.topology import Topology
 from zero_strategy.comm.waits import Channel, Ticket
 from zero_strategy.errors import CheckpointError, ConfigError, OffloadError, ShardingError, ZeroError
 
+# Of a JSON value that all ranks are told: its size, and as much of it as is sent along. A digest fits.
+_SIZE_BYTES, _SHORT_BYTES = 8, 120
+
 
 class Handle:
     """Something under way.
@@ -252,19 +255,25 @@ class Collectives:
         if group is None:
             return [json.loads(payload)]
         with self._waiting(self._begin("control", "An exchange of messages among all ranks")):
-            sizes = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
-            own_size = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
-            dist.all_gather(list(sizes.split(1)), own_size, group=group)
-            longest_bytes = int(sizes.max().item())
-            padded = torch.zeros(longest_bytes, dtype=torch.uint8, device="cpu")
-            padded[: len(payload)] = _to_tensor(payload)
-            gathered = torch.empty(self.world_size, longest_bytes, dtype=torch.uint8, device="cpu")
-            dist.all_gather(list(gathered.unbind()), padded, group=group)
-        self._ledger.record("control", (self.world_size - 1) * (longest_bytes + 8))
+            head = len(payload).to_bytes(_SIZE_BYTES, "little") + payload[:_SHORT_BYTES]
+            heads = self._gather_bytes(head, _SIZE_BYTES + _SHORT_BYTES)
+            sizes = [int.from_bytes(found[:_SIZE_BYTES], "little") for found in heads]
+            rest_bytes = max(0, max(sizes) - _SHORT_BYTES)
+            rests = self._gather_bytes(payload[_SHORT_BYTES:], rest_bytes)
+        self._ledger.record("control", (self.world_size - 1) * (_SIZE_BYTES + _SHORT_BYTES + rest_bytes))
         return [
-            json.loads(bytes(row[: int(size.item())].numpy()))
-            for row, size in zip(gathered, sizes, strict=True)
+            json.loads((head[_SIZE_BYTES:] + rest)[:size])
+            for head, rest, size in zip(heads, rests, sizes, strict=True)
         ]
+
+    def _gather_bytes(self, content: bytes, num_bytes: int) -> list[bytes]:
+        """Return what all ranks have, each padded to as many bytes; no bytes are no message."""
+        if not num_bytes:
+            return [b""] * self.world_size
+        gathered = torch.empty(self.world_size, num_bytes, dtype=torch.uint8, device="cpu")
+        own = _to_tensor(content.ljust(num_bytes, b"\0"))
+        dist.all_gather(list(gathered.unbind()), own, group=self._topology.control_group)
+        return [bytes(row.numpy()) for row in gathered]
 
     def maximum(self, flags: Tensor, what: str = "The message at the end of a backward") -> None:
         """Replace a host tensor by its element-wise maximum over all ranks, and wait.

@@ -100,6 +100,8 @@ class FabricCheckpointHooks(_Base):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Read a file that any strategy has written, or a folder, into what `state` names. Collective.
 
+        With an optimizer in `state` a folder also restores every rank's random number generators.
+
         Returns:
             What has not been asked for; of a file everything if there is no `state`.
 
@@ -144,6 +146,7 @@ class FabricCheckpointHooks(_Base):  # type: ignore[misc]
             opened.load_weights(opened.weights(), strict=strict)
             if any(isinstance(value, ShardedOptimizer) for value in wanted.values()):
                 opened.load_optimizers()
+                opened.load_rng()  # a folder to go on from has every rank's; one of weights alone has none
         if is_raw:
             return {}
         for key in [key for key in wanted if key in rest]:
