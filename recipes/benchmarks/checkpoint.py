@@ -127,8 +127,8 @@ def measure_stalls(ranks: Ranks, shape: Shape, folder: Path, num_rounds: int) ->
     """Time a copy and the calls that begin an asynchronous save; the first round warms up."""
     engine = ours(shape, ranks)
     numel = sum(param.numel() for param in engine.model.parameters()) * BYTES_A_PARAMETER // 4
-    source = torch.zeros(numel // ranks.world_size)
-    target = torch.zeros_like(source)
+    source = torch.ones(numel // ranks.world_size)  # not zeros, which the kernel keeps in one page
+    target = torch.ones_like(source)
     contenders: dict[str, Turn] = {
         COPY: lambda path: target.copy_(source),
         "asynchronous save": lambda path: engine.save_checkpoint(path, asynchronous=True),

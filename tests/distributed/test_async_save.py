@@ -159,6 +159,28 @@ def test_only_a_step_with_a_save_under_way_sends_a_message_more(tmp_path: Path) 
 
 
 @distributed(world_size=2)
+def test_the_call_sends_five_messages_and_flushes_nothing(tmp_path: Path) -> None:
+    """What it takes beside the copy; each flush of a folder may take as long as that."""
+    engine, _ = begun(3, tmp_path / "c")
+    flushes_by_main: list[bool] = []
+    flush = os.fsync
+
+    def noting(descriptor: int) -> None:
+        flushes_by_main.append(threading.current_thread() is threading.main_thread())
+        flush(descriptor)
+
+    os.fsync = noting
+    before = engine.ledger.comm["control"]["calls"]
+    engine.save_checkpoint(tmp_path / "new" / "folders" / "d", asynchronous=True)
+    assert engine.ledger.comm["control"]["calls"] - before == 5
+    assert not any(flushes_by_main)
+    engine.wait_for_checkpoint()
+    os.fsync = flush
+    assert rank() or len(flushes_by_main) >= 5, "the manifest and every folder that is new, at the end"
+    engine.close()
+
+
+@distributed(world_size=2)
 def test_a_second_save_waits_or_is_refused(tmp_path: Path) -> None:
     engine, _ = begun(3, tmp_path / "c")
     for asynchronous in (True, False):

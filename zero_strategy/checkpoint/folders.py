@@ -62,19 +62,6 @@ def unlock_folder(lock: int) -> None:
     os.close(lock)
 
 
-def make_folder(folder: Path, *, may_exist: bool) -> None:
-    """Make a folder, and those above it, so that they survive a power cut.
-
-    Raises:
-        OSError: It cannot be made.
-    """
-    if not folder.parent.exists():
-        make_folder(folder.parent, may_exist=True)
-    if not may_exist or not folder.is_dir():
-        folder.mkdir(exist_ok=may_exist)
-        sync_folder(folder.parent)
-
-
 def replace_file(path: Path, content: bytes, temporary: Path) -> None:
     """Put a file into its place in one step: whoever looks sees the old content or the new one.
 

@@ -114,11 +114,15 @@ class Manifest(Record):
             manifest.check_files(path)
         return manifest
 
-    def write(self, folder: str | os.PathLike[str]) -> None:
+    def write(self, folder: str | os.PathLike[str], *, is_commit: bool = True) -> None:
         """Commit the checkpoint, then delete what earlier saves left. See [Note: Commit by rename].
 
         All ranks must have written their files and said so before one rank calls this, and must not begin
         another save into the folder before it returns.
+
+        Args:
+            folder: Where the files are.
+            is_commit: The manifest makes the checkpoint; False: the folder is moved into its place later.
 
         Raises:
             CheckpointError: A file is missing or has another size than declared (often: the folder is not
@@ -129,7 +133,8 @@ class Manifest(Record):
         self.check_files(path)
         content = seal(to_readable_json(self.model_dump(by_alias=True)))
         try:
-            sync_folder(path)  # the rank files' names must be on the disk before the manifest that needs them
+            if is_commit:  # then the files' names must be on the disk before the manifest that needs them
+                sync_folder(path)
             replace_file(path / MANIFEST_NAME, content, path / f"{MANIFEST_NAME}.{self.checkpoint_id}.tmp")
         except OSError as error:
             raise CheckpointError(

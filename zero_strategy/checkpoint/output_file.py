@@ -93,7 +93,7 @@ class OutputFile:
     def _hand_over(self) -> None:
         if self._buffer is not None:
             full = self._buffer[: self._filled_bytes]
-            self._under_way.append((self._thread.submit(self._write_out, full), self._buffer))
+            self._under_way.append((self._thread.submit(self._file.write, full), self._buffer))
             self._buffer, self._filled_bytes = None, 0
 
     def _wait(self, *, until_under_way: int) -> None:
@@ -101,7 +101,3 @@ class OutputFile:
             written, buffer = self._under_way.popleft()
             written.result()
             self._free.append(buffer)
-
-    def _write_out(self, view: memoryview) -> None:
-        self._file.write(view)
-        self._file.begin_flush()

@@ -42,7 +42,7 @@ from zero_strategy.checkpoint.saves import Saves
 from zero_strategy.checkpoint.staging import Staging, begin, discard, publish, staging_of
 from zero_strategy.checkpoint.tags import check_outer, check_tag, point_to, remove_oldest, remove_superseded
 from zero_strategy.comm.collectives import Collectives
-from zero_strategy.comm.together import agreed
+from zero_strategy.comm.together import agreed, told_by_first
 from zero_strategy.errors import CheckpointError, ConfigError
 from zero_strategy.optim import full_state
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
@@ -100,8 +100,8 @@ def save(parts: Parts, destination: Destination, extra: Any, background: Saves |
             a copy.
     """
     collectives = parts.collectives
-    stored = agreed(collectives, lambda: _what_to_store(parts, extra))
-    begun = begin_save(collectives, destination)
+    stored = agreed(collectives, lambda: _what_to_store(parts, destination, extra))
+    begun = _begin(collectives, destination)
     rest = _Rest(begun, destination, stored, collectives.rank)
     if background is None:
         _finish(rest, collectives)
@@ -115,19 +115,23 @@ def save(parts: Parts, destination: Destination, extra: Any, background: Saves |
     background.begin(str(destination.folder), begun.checkpoint_id, rest)
 
 
-def begin_save(collectives: Collectives, destination: Destination) -> Begun:
-    """Check the destination, make the folder to write to, and keep other saves out of it. Collective.
+def _begin(collectives: Collectives, destination: Destination) -> Begun:
+    """Make the folder to write to, and keep other saves out of it. Collective.
 
     Raises:
         CheckpointError: The folder cannot be made, or another save is going on; on all ranks.
-        ConfigError: The tag or the number of checkpoints to keep cannot be used; on all ranks.
     """
     rank, world_size, folder = collectives.rank, collectives.world_size, destination.folder
-    agreed(collectives, lambda: _check(destination))
-    checkpoint_id, in_place = collectives.broadcast_json([new_checkpoint_id(), folder.exists()])
-    staging = staging_of(folder, checkpoint_id, in_place=in_place)
-    is_alone = destination.tag is not None
-    lock = agreed(collectives, lambda: begin(staging, is_alone=is_alone) if rank == 0 else None)
+    made: list[tuple[Staging, int | None]] = []  # by rank 0
+
+    def make_folder() -> list[Any]:
+        checkpoint_id, in_place = new_checkpoint_id(), folder.exists()
+        staging = staging_of(folder, checkpoint_id, in_place=in_place)
+        made.append((staging, begin(staging, is_alone=destination.tag is not None)))
+        return [checkpoint_id, in_place]
+
+    checkpoint_id, in_place = told_by_first(collectives, make_folder)
+    staging, lock = made[0] if made else (staging_of(folder, checkpoint_id, in_place=in_place), None)
     file = staging.target / rank_file_name(rank, world_size, checkpoint_id)
     return Begun(checkpoint_id, staging, file, file_metadata(rank, world_size, checkpoint_id), lock)
 
@@ -178,7 +182,9 @@ class _Rest:
         """Make a checkpoint of the files of all ranks. Rank 0 only; if it raises, there is none."""
         assert self._description is not None, "of rank 0"
         begun = self._begun
-        manifest_of(self._description, begun.checkpoint_id, tables).write(begun.staging.target)
+        target, final = begun.staging.target, begun.staging.final
+        manifest = manifest_of(self._description, begun.checkpoint_id, tables)
+        manifest.write(target, is_commit=target == final)
         publish(begun.staging)
 
     def follow_up(self) -> None:
@@ -237,7 +243,8 @@ def _check(destination: Destination) -> None:
 # -- writing --
 
 
-def _what_to_store(parts: Parts, extra: Any) -> _Stored:
+def _what_to_store(parts: Parts, destination: Destination, extra: Any) -> _Stored:
+    _check(destination)
     runs = list(_own_runs(parts))
     plain_states: list[dict[str, dict[str, Any]]] = [{} for _ in parts.optimizers]
     for number, optimizer in enumerate(parts.optimizers):

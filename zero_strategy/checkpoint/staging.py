@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_strategy.checkpoint.folders import lock_folder, make_folder, sync_folder
+from zero_strategy.checkpoint.folders import lock_folder, sync_folder
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME, remove_own_files, remove_save
 from zero_strategy.errors import CheckpointError
 
@@ -28,16 +28,24 @@ class Staging(NamedTuple):
 
     target: Path  # where the files are written
     final: Path  # where the checkpoint is to be
+    entered_in: tuple[Path, ...]  # the folders that get an entry by it, as those around it may be new too
 
 
 def staging_of(path: Path, checkpoint_id: str, *, in_place: bool) -> Staging:
     """Name the folders of a save to `path`; a link to a folder stays one."""
     final = Path(os.path.realpath(path))
-    return Staging(final if in_place else final.with_name(f".{final.name}.{checkpoint_id}.partial"), final)
+    target = final if in_place else final.with_name(f".{final.name}.{checkpoint_id}.partial")
+    entered_in = [final.parent]
+    while not entered_in[-1].exists():
+        entered_in.append(entered_in[-1].parent)
+    return Staging(target, final, tuple(entered_in))
 
 
 def begin(staging: Staging, *, is_alone: bool) -> int | None:
     """Make the folder to write to, lock it, and remove what saves that were killed have left beside it.
+
+    That it is there need not survive a power cut before `publish`, so nothing is flushed: a flush may take as
+    long as the copy that an asynchronous save waits for.
 
     Args:
         staging: The folders of the save.
@@ -50,7 +58,7 @@ def begin(staging: Staging, *, is_alone: bool) -> int | None:
         CheckpointError: Another save to the same place is going on, or the folder cannot be made.
     """
     try:
-        make_folder(staging.target, may_exist=staging.target == staging.final)
+        staging.target.mkdir(parents=True, exist_ok=staging.target == staging.final)
     except OSError as error:
         raise CheckpointError(
             what=f"The folder {staging.final} could not be made: {error.strerror or error}.",
@@ -88,7 +96,8 @@ def publish(staging: Staging) -> None:
             fix="Save to another path, or let one program at a time save there.",
         ) from error
     with contextlib.suppress(OSError):  # it is there: what fails now must not be reported as if it were not
-        sync_folder(staging.final.parent)
+        for folder in staging.entered_in:
+            sync_folder(folder)
 
 
 def undo(staging: Staging, checkpoint_id: str) -> None:

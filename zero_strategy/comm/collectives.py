@@ -340,24 +340,29 @@ class Collectives:
             )
         self.agree(error)
 
-    def agree(self, error: ZeroError | None) -> None:
+    def agree(self, error: ZeroError | None, word: Any = None) -> Any:
         """Raise on all ranks if any rank has an error to raise. Collective.
 
         Args:
             error: What this rank found, or None.
+            word: A JSON value to tell the others in the same message.
+
+        Returns:
+            The word of rank 0.
 
         Raises:
             ZeroError: The error of the lowest rank that has one, naming the rank.
         """
         mine = None if error is None else [type(error).__name__, error.what, error.why, error.fix]
-        everybodys = self.gather_json(mine)
-        for rank, found in enumerate(everybodys):
+        everybodys = self.gather_json([mine, word])
+        for rank, (found, _) in enumerate(everybodys):
             if found is not None:
                 name, what, why, fix = found
                 where = f"[rank {rank}] " if len(everybodys) > 1 else ""
                 agreed = _AGREED.get(name, ShardingError)(what=f"{where}{what}", why=why, fix=fix)
                 self._watch.note_agreed(agreed)
                 raise agreed from error
+        return everybodys[0][1]
 
 
 _AGREED: dict[str, type[ZeroError]] = {
