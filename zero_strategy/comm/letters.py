@@ -17,7 +17,8 @@ from zero_strategy.comm.words import Words
 from zero_strategy.errors import ShardingError, ZeroError
 
 CHUNK_CHARS = 4 * 2**20  # of a letter; torch's TCPStore takes values of 8 MiB at most
-FIRST_POLL_S, LONGEST_POLL_S = 0.02, 1.0
+# A wait looks again after an eighth of the time it has lasted: it ends at most so much later than it could.
+FIRST_POLL_S, LONGEST_POLL_S, POLL_SHARE = 0.02, 1.0, 1 / 8
 PATIENCE_S = 1800.0  # what gloo waits in a collective; a rank that died on another machine leaves no trace
 
 
@@ -72,8 +73,9 @@ class Letters:
         Raises:
             ZeroError: The other rank is gone, or the store is, or the wait was cancelled or lasted too long.
         """
-        pause_s, deadline = FIRST_POLL_S, time.monotonic() + PATIENCE_S
+        began_s = time.monotonic()
         while True:
+            waited_s = time.monotonic() - began_s
             # In this order: what a rank has left at the last moment is found after it has gone.
             gone = self._find_gone(sender, f"Rank {self.rank} waits for its word.")
             found = self._find(sender, number)
@@ -83,9 +85,9 @@ class Letters:
                 raise gone
             if self._words.is_lost:
                 raise _is_lost(sender)
-            if is_cancelled.wait(pause_s) or time.monotonic() > deadline:
+            pause_s = min(max(FIRST_POLL_S, waited_s * POLL_SHARE), LONGEST_POLL_S)
+            if is_cancelled.wait(pause_s) or waited_s > PATIENCE_S:
                 raise _silent(sender)
-            pause_s = min(2 * pause_s, LONGEST_POLL_S)
 
     def close(self) -> None:
         """Let go of the connection."""
