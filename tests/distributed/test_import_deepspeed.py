@@ -2,8 +2,9 @@
 
 Oracle: the next three steps of DeepSpeed itself (tests/fixtures/make_deepspeed.py), each rank's losses and
 the fp32 masters at the end. Tolerance, of losses absolute and of weights relative to a tensor's norm: none
-in fp32. In 16 bits losses of stages 1 and 2 are equal too, and weights within 1e-4; at stage 3 DeepSpeed
-rounds a product before it adds the bias, so losses differ by roundings.
+in fp32. In 16 bits losses of stages 1 and 2 are equal too, and weights within 1e-4; of stage 3 they differ by
+some roundings of 16 bits (2e-2 and 5e-3 are allowed). Where in DeepSpeed these come from was not found out;
+what is loaded is compared bit for bit in tests/unit/test_import_deepspeed.py.
 """
 
 from __future__ import annotations
