@@ -38,18 +38,26 @@ import torch
 import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
 
-# Loaded once, by the server that workers are forked from; the second line only if the collected tests use it.
-PRELOAD = ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.utils.checkpoint", "pytest"]
-PRELOAD_IF_USED = [
-    "pydantic",
-    "zero_strategy.engine",
-    "lightning.pytorch",
-    "pytorch_lightning",
-    "accelerate",
-    "transformers",
-    "transformers.trainer",
-    "transformers.models.llama.modeling_llama",
+# Loaded once, by the server that workers are forked from.
+PRELOAD = [
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "torch.utils.checkpoint",
+    "torch.utils.serialization",
+    "torch.profiler._cupti_monitor",
+    "pytest",
 ]
+# The same, each if the collected tests have loaded its key.
+PRELOAD_IF_USED = {
+    "pydantic": "pydantic",
+    "zero_strategy": "zero_strategy.engine",
+    "lightning.pytorch": "lightning.pytorch",
+    "pytorch_lightning": "pytorch_lightning",
+    "accelerate": "accelerate",
+    "transformers": "transformers.modeling_utils",  # which is lazy: some seconds at the first model
+    "transformers.trainer": "transformers.trainer",
+}
 GRACE_S = 0.2  # seconds the other ranks have to report their own failure after the first, so that both show
 
 
@@ -128,7 +136,8 @@ def run_ranks(
     """
     __tracebackhide__ = True
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD + [name for name in PRELOAD_IF_USED if name in sys.modules])
+    used = [name for key, name in PRELOAD_IF_USED.items() if key in sys.modules]
+    context.set_forkserver_preload(PRELOAD + used)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         names = (fn.__module__, fn.__qualname__)
         launch = Launch(*names, kwargs or {}, world_size, process_group, timeout, folder)

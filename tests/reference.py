@@ -45,7 +45,7 @@ class Recipe:
         dtype: Cast the model to this before anything else.
     """
 
-    num_steps: int = 10
+    num_steps: int = 4
     accumulation: int = 1
     reduces_each: bool = False
     recompute: str | None = None

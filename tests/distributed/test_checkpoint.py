@@ -125,7 +125,11 @@ def shifted(saved_at: int, number: int, shift: int) -> tuple[int, int, dict[str,
 
 @pytest.mark.parametrize(
     ("saved_at", "loaded_at", "numbers"),
-    [(2, [2, 3, 1], [0, 1, 2, 3, 4, 5]), (3, [4], [0, 2, 4]), (4, [3], [1, 3, 5])],
+    [
+        (2, [2, 3, 1], [0, 1, 2, 3, 4, 5]),
+        (3, [4], [0, 2, 4]),
+        pytest.param(4, [3], [1, 3, 5], marks=pytest.mark.slow),
+    ],
     ids=lambda value: str(value) if isinstance(value, int) else None,
 )
 def test_a_checkpoint_loads_at_any_world_size_stage_and_bucket_size(

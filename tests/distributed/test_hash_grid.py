@@ -39,7 +39,9 @@ def run(*arguments: str, timeout: float) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(("num_ranks", "precision"), [("2", "fp32"), ("3", "bf16")])
+@pytest.mark.parametrize(
+    ("num_ranks", "precision"), [("2", "fp32"), pytest.param("3", "bf16", marks=pytest.mark.slow)]
+)
 def test_every_value_of_every_setting_leaves_the_same_bits(num_ranks: str, precision: str) -> None:
     lines = run("--quick", "--ranks", num_ranks, "--precision", precision, timeout=120)
     assert len(lines) == 3 and len({line.split("cells")[1] for line in lines}) == 3

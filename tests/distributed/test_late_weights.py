@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -150,15 +151,15 @@ def test_every_reader_of_weights_finds_the_new_ones(tmp_path: Path) -> None:
         return reloaded(training, tmp_path / str(training.engine.config.zero_optimization.overlap_comm))
 
     readers = {**READERS, "a checkpoint": through_a_folder}
-    for stage in (1, 2):
-        for name, read in readers.items():
-            with subtest(f"stage {stage}, {name}"):
-                lazy, eager = twins(stage=stage)
-                found, wanted = read(lazy), read(eager)
-                assert_same(found, wanted)
-                lazy.engine.close()
-                assert not lazy.late()
-                eager.engine.close()
+    for number, (name, read) in enumerate(readers.items()):
+        stage = 1 + number % 2  # weights are late in the same way at both
+        with subtest(f"stage {stage}, {name}"):
+            lazy, eager = twins(stage=stage)
+            found, wanted = read(lazy), read(eager)
+            assert_same(found, wanted)
+            lazy.engine.close()
+            assert not lazy.late()
+            eager.engine.close()
 
 
 def assert_same(found: Any, wanted: Any) -> None:
@@ -291,10 +292,12 @@ def test_a_rank_that_fails_with_weights_under_way_is_named_to_who_waits_for_them
     training.step()
     if rank() == 1:
         training.engine.backward(training.model(X).sum())
+        dist.barrier()  # not before the other has weights under way
         training.engine.watch.fail(ValueError("boom of rank 1"))
         return
     training.step()
     assert training.late()
+    dist.barrier()
     for _ in range(2):
         with expect_error(zs.ShardingError, "boom of rank 1"):
             training.model.layers[3].weight.sum()

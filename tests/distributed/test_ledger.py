@@ -451,7 +451,7 @@ def main_in_namespace(stage: str) -> None:
         print("step", sent, counted)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
 def test_the_kernel_has_sent_what_the_ledger_says(stage: int) -> None:
     program = f"from tests.distributed.test_ledger import main_in_namespace; main_in_namespace('{stage}')"
     run = in_namespace(sys.executable, "-c", program)

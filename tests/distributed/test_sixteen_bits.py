@@ -95,7 +95,7 @@ def test_gradient_norms_of_equal_steps_are_equal_in_bf16() -> None:
 
 @distributed(world_size=2)
 def test_a_small_transformer_in_bf16_has_one_loss_curve_at_all_stages() -> None:
-    recipe = Recipe(build=TinyGpt, num_steps=20, max_norm=1.0)
+    recipe = Recipe(build=TinyGpt, num_steps=8, max_norm=1.0)
     first: Trace | None = None
     for stage in STAGES:
         with subtest(f"stage={stage}"):

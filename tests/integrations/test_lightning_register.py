@@ -246,6 +246,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_script_runs_under_lightnings_own_launcher(tmp_path: Path) -> None:
     pytest.importorskip("lightning.pytorch")
     script = tmp_path / "train.py"

@@ -452,6 +452,7 @@ def save_file(path: Path) -> float:
     return weights["head.bias"].item() if weights else 0.0
 
 
+@pytest.mark.slow
 def test_plain_lightning_loads_the_file_without_zero_strategy(tmp_path: Path) -> None:
     expected = run_ranks(save_file, 2, {"path": tmp_path / "file.ckpt"})[0]
     command = [sys.executable, "-c", PLAIN, str(tmp_path / "file.ckpt")]
