@@ -231,8 +231,9 @@ class EngineState:
                 or the one before has failed; on all ranks.
             ConfigError: The tag, `keep_last` or `if_busy` cannot be used.
         """
-        options = f"{asynchronous=}, {if_busy=}, {weights_only=}, {trainable_only=}"
-        self._require_all_intact("save_checkpoint", options)
+        options = f"{tag=}, {keep_last=}, {asynchronous=}, {if_busy=}, {weights_only=}, {trainable_only=}"
+        # A path that leads to one folder under two names is refused too: such a thing is rather a mistake.
+        self._require_all_intact("save_checkpoint", f"{os.path.abspath(str(path))!r}, {options}")
         self._saves.make_way(if_busy)
         parts = self.parts()
         if weights_only:
@@ -286,12 +287,25 @@ class EngineState:
             return opened.load_all(weights_only=weights_only, strict=strict, rng=rng).extra
 
     def open_checkpoint(self, path: str | os.PathLike[str], tag: str | None = None) -> OpenCheckpoint:
-        """Open a checkpoint to take it over in steps, as `load_checkpoint` does at once. Collective."""
+        """Open a checkpoint to take it over in steps, as `load_checkpoint` does at once. Collective.
+
+        Args:
+            path: As for `load_checkpoint`.
+            tag: As for `load_checkpoint`.
+
+        Returns:
+            What is to be closed at last; it is a context manager.
+
+        Raises:
+            CheckpointError: It is missing, incomplete or damaged, or another one on another rank; on all
+                ranks. Or the save that went on has failed.
+        """
         self.averages.require_out()
-        self.wait_for_weights()
+        self._begin_call("open_checkpoint")
         self._saves.wait()
+        opened = OpenCheckpoint(self.parts(), os.fspath(path), tag)
         self._ownership.num_steps = 0
-        return OpenCheckpoint(self.parts(), os.fspath(path), tag)
+        return opened
 
     @property
     def saves(self) -> Saves:
@@ -317,7 +331,8 @@ class EngineState:
 
     def _begin_call(self, name: str, arguments: str = "") -> None:
         """Find out whether all ranks make the same call, before their gathers are mixed up."""
-        self._collectives.require_same([f"engine.{name}({arguments})"], "The call")
+        fix = "Make the same call with the same arguments on every rank."
+        self._collectives.require_same([f"engine.{name}({arguments})"], "The call", fix=fix)
         self.wait_for_weights()
 
     def _require_all_intact(self, name: str, arguments: str = "") -> None:

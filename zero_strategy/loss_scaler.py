@@ -167,6 +167,22 @@ class LossScaler:
             "hysteresis_left": self._hysteresis_left,
         }
 
+    def check_state(self, state: Mapping[str, float | int]) -> None:
+        """Check what `load_state_dict` is to take.
+
+        Raises:
+            CheckpointError: It is no state of a loss scaler.
+        """
+        values = [state.get(key) for key in self.state_dict()]
+        if not all(isinstance(value, int | float) and math.isfinite(value) for value in values) or (
+            state["scale"] <= 0
+        ):
+            raise CheckpointError(
+                what=f"The state of the loss scaler cannot be used: {dict(state)!r}.",
+                why=f"It holds numbers named {', '.join(self.state_dict())}, and a scale is above 0.",
+                fix="Use another copy of the checkpoint.",
+            )
+
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Go on where another scaler has stopped; a scale that the config fixes stays.
 
@@ -176,13 +192,7 @@ class LossScaler:
         Raises:
             CheckpointError: It is not such a state.
         """
-        missing = [key for key in self.state_dict() if not isinstance(state.get(key), int | float)]
-        if missing or not 0 < state["scale"] < math.inf:
-            raise CheckpointError(
-                what=f"The state of the loss scaler cannot be used: {dict(state)!r}.",
-                why=f"It holds numbers named {', '.join(self.state_dict())}, and a scale is above 0.",
-                fix="Use another copy of the checkpoint.",
-            )
+        self.check_state(state)
         if not self.is_active:
             return
         self.num_steps = int(state["num_steps"])

@@ -7,6 +7,7 @@ bytes only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -119,9 +120,12 @@ class NewFile:
             raise _write_error(self.path, failure) from failure
 
     def _discard(self) -> None:
-        if self._file is not None:
+        """Remove the file; an error is on its way already, and no other takes its place."""
+        assert self._file is not None, "discarded without being entered"
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the disk may only now say what it did not take
             self._file.close()
-        self.path.unlink(missing_ok=True)
 
 
 def _sync_file_range(descriptor: int, start: int, num_bytes: int, flags: int) -> None:

@@ -86,8 +86,12 @@ def _encode(obj: object, path: str, tensors: dict[str, Tensor], depth: int) -> J
         name = f"{EXTRA_PREFIX}{len(tensors)}"
         tensors[name] = _storable(obj, path)
         return {_TENSOR: name}
-    if obj is None or isinstance(obj, bool | str | int):
+    if obj is None or isinstance(obj, bool):
         return obj
+    if isinstance(obj, str):  # of a subclass, such as an enum's, what it stands for
+        return str.__str__(obj)
+    if isinstance(obj, int):
+        return int(obj)
     if isinstance(obj, float):
         return float(obj) if math.isfinite(obj) else {_FLOAT: str(float(obj))}
     if isinstance(obj, list | tuple):
@@ -102,7 +106,7 @@ def _encode_dict(obj: dict[object, object], path: str, tensors: dict[str, Tensor
     for key, value in obj.items():
         if not isinstance(key, str):
             raise _refused(path, f"a dict with the key {key!r} ({type(key).__qualname__})")
-        encoded[key] = _encode(value, f"{path}[{json.dumps(key)}]", tensors, depth - 1)
+        encoded[str.__str__(key)] = _encode(value, f"{path}[{json.dumps(key)}]", tensors, depth - 1)
     return {_DICT: encoded} if any(key.startswith("$") for key in encoded) else encoded
 
 

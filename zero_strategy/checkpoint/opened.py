@@ -9,7 +9,7 @@ their way in takes the steps one by one. Every method is collective. Made by the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from zero_strategy.bucket import publish_all
 from zero_strategy.checkpoint import averages
-from zero_strategy.checkpoint.extra import parts_of_extra
+from zero_strategy.checkpoint.verifying import pieces_to_compare
+from zero_strategy.checkpoint.extra import decode_extra, parts_of_extra
 from zero_strategy.checkpoint.fits import (
     OptimizerMatch,
     left_out_here,
@@ -26,12 +27,7 @@ from zero_strategy.checkpoint.fits import (
     params_misfit,
     shapes_misfit,
 )
-from zero_strategy.checkpoint.format import (
-    CheckpointReader,
-    decode_extra,
-    model_tensor_name,
-    rng_tensor_name,
-)
+from zero_strategy.checkpoint.format import CheckpointReader
 from zero_strategy.checkpoint.full_weights import (
     LoadResult,
     MorePreciseWeights,
@@ -44,13 +40,14 @@ from zero_strategy.checkpoint.full_weights import (
 )
 from zero_strategy.checkpoint.parts import Parts
 from zero_strategy.checkpoint.reading import read_buffers, read_optimizers, read_params
+from zero_strategy.checkpoint.records import model_tensor_name, rng_tensor_name
 from zero_strategy.checkpoint.rng import can_go_on, from_tensor, set_state
 from zero_strategy.checkpoint.stored_weights import StoredWeights, stored_names
 from zero_strategy.checkpoint.tags import choose, with_others
-from zero_strategy.checkpoint.verifying import pieces_to_compare
 from zero_strategy.comm.together import agreed
 from zero_strategy.errors import CheckpointError
 from zero_strategy.log import log_event
+from zero_strategy.optim import full_state
 
 _WEIGHTS = ("model/", "extra/")  # kinds of tensors: what a load of weights alone needs
 
@@ -102,6 +99,7 @@ class OpenCheckpoint:
         self._kinds += ("average/",) if parts.averages else ()
         self._is_verified = False
         self._extra: Any = None
+        self._rng: dict[str, Any] | None = None  # of this rank
         try:
             _check_same(collectives.gather_json([path, self._reader.manifest.checkpoint_id]))
         except BaseException:
@@ -130,7 +128,9 @@ class OpenCheckpoint:
             The user's extra state and what did not match, which is also in the log, in one line.
 
         Raises:
-            CheckpointError: What is stored does not fit, or is damaged. Nothing was loaded then.
+            CheckpointError: What is stored does not fit, or is damaged. Nothing was loaded then, unless a
+                file could be read when its checksums were compared and cannot any more, or a module refuses
+                its own extra state.
         """
         parts, manifest = self._parts, self._reader.manifest
         parts.collectives.require_same([f"{weights_only=}, {strict=}, {rng=}"], "The load")
@@ -146,12 +146,14 @@ class OpenCheckpoint:
                 f"has none: only weights are loaded. To go on training, call shard_optimizer() before "
                 f"load_checkpoint()."
             )
+        self._check_rest(matches)
+        restores_rng = rng and not weights_only and self._read_rng() is not None
         found = self.load_weights(self.weights(), strict=strict)
         if matches:
             self._take_optimizers(matches)
         if not weights_only:
             self.load_averages()
-            if rng:
+            if restores_rng:
                 self.load_rng()
         anew = [fqn for match in matches for fqn in match.anew]
         loaded = Loaded(self.extra(), *found, anew)
@@ -161,6 +163,27 @@ class OpenCheckpoint:
     def weights(self) -> StoredWeights:
         """Return the weights by name, to look at and to change before `load_weights`."""
         return StoredWeights(self._reader, self._both_extras()["modules"])
+
+    def whole_weights(self) -> dict[str, Any]:
+        """Return the weights by name as whole tensors, read by rank 0 and sent to all. Collective.
+
+        For who needs a plain dict of them on every rank; `load_weights` does not.
+
+        Returns:
+            CPU tensors in the model's dtypes, and what modules keep beside parameters and buffers.
+        """
+        collectives, manifest = self._parts.collectives, self._reader.manifest
+        weights, is_first = self.weights(), collectives.rank == 0
+        found: dict[str, Any] = agreed(collectives, lambda: dict(weights) if is_first else {})
+        for name, stored in stored_names(manifest).items():
+            record = manifest.params.get(stored) or manifest.buffers[stored]
+            whole = torch.empty(record.shape, dtype=record.torch_dtype, device=collectives.device)
+            if is_first:
+                whole.copy_(found[name])
+            collectives.broadcast(whole.view(-1))
+            found[name] = whole.cpu()
+        found.update(self._both_extras()["modules"])
+        return found
 
     def load_weights(self, weights: Mapping[str, Any], *, strict: bool = True) -> LoadResult:
         """Take over weights, buffers and masters.
@@ -204,6 +227,7 @@ class OpenCheckpoint:
             CheckpointError: They are others than those saved.
         """
         matches = self._match_optimizers(by_position=True, strict=True)
+        self._check_rest(matches)
         self._verify()
         self._take_optimizers(matches)
 
@@ -219,16 +243,9 @@ class OpenCheckpoint:
         Returns:
             The state that was restored (see `rng.get_state`), or None.
         """
-        parts, there = self._parts, self._reader.manifest.world_size
-        collectives, device = parts.collectives, parts.rng_device
-        name = rng_tensor_name(collectives.rank)
-        if rng_tensor_name(0) not in self._reader.manifest.tensors or device is None:
-            return None
-        if not can_go_on(self._path, there, collectives.world_size):
-            return None
-        self._verify()
-        state = agreed(collectives, lambda: from_tensor(self._reader.read(name)))
-        agreed(collectives, lambda: set_state(state, device))
+        state, device = self._read_rng(), self._parts.rng_device
+        if state is not None and device is not None:
+            agreed(self._parts.collectives, lambda: set_state(state, device))
         return state
 
     def extra(self) -> Any:
@@ -240,6 +257,30 @@ class OpenCheckpoint:
         self._reader.close()
 
     # -- helpers --
+
+    def _check_rest(self, matches: Sequence[OptimizerMatch]) -> None:
+        """Check what is taken over after the weights, so that nothing is if something of it cannot be."""
+        parts, scale = self._parts, self._reader.manifest.loss_scaler
+
+        def check() -> None:
+            for optimizer, match in zip(parts.optimizers, matches, strict=False):
+                full_state.check_groups(optimizer, match.groups or [])
+            if matches and scale is not None:
+                parts.loss_scaler.check_state(scale)
+
+        agreed(parts.collectives, check)
+
+    def _read_rng(self) -> dict[str, Any] | None:
+        """Return the state of this rank's generators, if there is one of every rank; read once."""
+        collectives, manifest = self._parts.collectives, self._reader.manifest
+        are_stored = rng_tensor_name(0) in manifest.tensors and self._parts.rng_device is not None
+        if self._rng is not None or not are_stored:
+            return self._rng
+        if can_go_on(self._path, manifest.world_size, collectives.world_size):
+            self._verify()
+            name = rng_tensor_name(collectives.rank)
+            self._rng = agreed(collectives, lambda: from_tensor(self._reader.read(name)))
+        return self._rng
 
     def _match_optimizers(self, *, by_position: bool, strict: bool) -> list[OptimizerMatch]:
         parts, manifest = self._parts, self._reader.manifest

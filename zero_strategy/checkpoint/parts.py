@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 from zero_strategy.average import AverageShards
 from zero_strategy.bucket import Bucket
-from zero_strategy.checkpoint.format import (
+from zero_strategy.checkpoint.elements import dtype_name
+from zero_strategy.checkpoint.full_weights import module_extra_states, names_in
+from zero_strategy.checkpoint.hf import hf_record
+from zero_strategy.checkpoint.manifest import Manifest
+from zero_strategy.checkpoint.records import (
     BufferRecord,
     FileRecord,
     HFRecord,
-    Manifest,
     OptimizerRecord,
     ParamRecord,
     Piece,
     TensorEntry,
-    dtype_name,
     model_tensor_name,
 )
-from zero_strategy.checkpoint.full_weights import module_extra_states, names_in
-from zero_strategy.checkpoint.hf import hf_record
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.errors import CheckpointError
 from zero_strategy.layout import ShardSlice
@@ -115,8 +115,12 @@ def manifest_of(description: Description, checkpoint_id: str, tables: list[Any])
 def _manifest_of(description: Description, checkpoint_id: str, tables: list[Any]) -> Manifest:
     pieces: dict[str, list[Piece]] = {}
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    shared = {row[0] for _, _, table, _ in tables for row in table if not row[1]}
     for file_name, _, table, _ in tables:
         for name, shape, dtype, start, numel, checksum in table:
+            if name in shared and shape:
+                # One value for all elements, of a rank whose slice has one: it could not tell which it is.
+                continue
             kinds[name] = (tuple(shape), dtype)
             piece = Piece(file=file_name, key=name, file_start=0, start=start, numel=numel, checksum=checksum)
             pieces.setdefault(name, []).append(piece)

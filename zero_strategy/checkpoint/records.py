@@ -14,6 +14,7 @@ import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, StringConstraints, field_validator
 
 from zero_strategy.checkpoint.elements import DTYPES, MAX_COUNT
+from zero_strategy.errors import CheckpointError
 
 FORMAT: Final = "zero_strategy"
 
@@ -160,5 +161,15 @@ def rng_tensor_name(rank: int) -> str:
 
 
 def optim_tensor_name(optimizer_index: int, fqn: str, state_key: str) -> str:
-    """Name the stored tensor of one optimizer state of a parameter."""
+    """Name the stored tensor of one optimizer state of a parameter.
+
+    Raises:
+        CheckpointError: The key is none that a name can end in.
+    """
+    if not isinstance(state_key, str) or not state_key or "/" in state_key:
+        raise CheckpointError(
+            what=f"The state {state_key!r} of {fqn!r} in optimizer {optimizer_index} cannot be stored.",
+            why="Its key becomes the last part of a name, after a '/', so it is a string without one.",
+            fix="Give the optimizer's state keys such as 'exp_avg'.",
+        )
     return f"optim/{optimizer_index}/{fqn}/{state_key}"

@@ -30,6 +30,9 @@ from zero_strategy.errors import CheckpointError, ConfigError, OffloadError, Sha
 
 # Of a JSON value that all ranks are told: its size, and as much of it as is sent along. A digest fits.
 _SIZE_BYTES, _SHORT_BYTES = 8, 120
+BUILD_ALIKE = (
+    "Build the model and the config alike on every rank (the values of weights may differ: rank 0's count)."
+)
 
 
 class Handle:
@@ -314,12 +317,13 @@ class Collectives:
             dist.all_gather(list(rows.unbind()), values, group=group)
         return rows
 
-    def require_same(self, lines: list[str], subject: str) -> None:
+    def require_same(self, lines: list[str], subject: str, *, fix: str = BUILD_ALIKE) -> None:
         """Raise on all ranks if a list of lines is not the same everywhere. Collective.
 
         Args:
             lines: What must agree, such as a line per parameter.
             subject: What the lines describe, for the message.
+            fix: What to do about it.
 
         Raises:
             ConfigError: Some rank has other lines than rank 0; names the first that differs.
@@ -335,8 +339,7 @@ class Collectives:
             error = ConfigError(
                 what=f"{subject} differs from rank 0's: there {first[0]!r}, here {first[1]!r}.",
                 why="Every rank holds its shard of one and the same thing, so all ranks must build the same.",
-                fix="Build the model and the config alike on every rank (the values of weights may differ: "
-                "rank 0's count).",
+                fix=fix,
             )
         self.agree(error)
 

@@ -170,9 +170,8 @@ class CheckpointHooks(_Base):  # type: ignore[misc]
             key = self._trained_weights_key(content)
             if key != "state_dict":
                 # Lightning's averaging has put the average under "state_dict" and loads the trained weights
-                # from here, with a plain dict's methods. What was read counts as changed: begin anew.
-                content[key] = dict(weights.items())
-                weights = self._opened.weights()
+                # from here, on every rank, with a plain dict's methods.
+                content[key] = self._opened.whole_weights()
             weights.update(content.get("state_dict", {}))  # what on_save_checkpoint has added
             content = {**content, "state_dict": weights}
         else:

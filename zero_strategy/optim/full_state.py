@@ -144,6 +144,26 @@ def load_groups(optimizer: SlicedOptimizer, saved: list[dict[str, Any]]) -> None
                 group[key] = tuple(value) if isinstance(value, list) else value
 
 
+def check_groups(optimizer: SlicedOptimizer, saved: list[dict[str, Any]]) -> None:
+    """Check that `load_groups` can write saved hyper-parameters.
+
+    Args:
+        optimizer: Theirs.
+        saved: Of each param group, or of none.
+
+    Raises:
+        CheckpointError: A setting that is a tensor here is no number there.
+    """
+    for number, (group, values) in enumerate(zip(optimizer.param_groups, saved, strict=False)):
+        for key, value in values.items():
+            if isinstance(group.get(key), Tensor) and not isinstance(value, int | float):
+                raise CheckpointError(
+                    what=f"The setting {key!r} of param group {number} is {value!r} in the checkpoint.",
+                    why="Here it is a tensor of one element, which takes a number.",
+                    fix="Make the optimizer with a plain setting, as when it was saved. Nothing was loaded.",
+                )
+
+
 def groups_as_json(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return param groups without their parameters, as JSON; tensors (a capturable lr) become numbers.
 
@@ -238,7 +258,12 @@ def _agree_on_kinds(optimizer: SlicedOptimizer, collectives: Collectives) -> dic
     mine = agreed(collectives, lambda: _own_kinds(optimizer))
     everybody: dict[str, dict[str, list[Any]]] = {}
     for theirs in reversed(collectives.gather_json(mine)):
-        everybody.update(theirs)
+        for fqn, kinds in theirs.items():
+            known = everybody.setdefault(fqn, {})
+            for key, kind in kinds.items():
+                # Where a slice has one element, one value for all cannot be told from a value for each.
+                if kind[0] != "elements" or known.get(key, kind)[0] == "elements":
+                    known[key] = kind
     return everybody
 
 
