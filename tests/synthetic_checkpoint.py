@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,25 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_strategy.checkpoint.format import (
-    MANIFEST_NAME,
+from zero_strategy.checkpoint.elements import dtype_name
+from zero_strategy.checkpoint.extra import encode_extra
+from zero_strategy.checkpoint.manifest import Manifest, seal
+from zero_strategy.checkpoint.own_files import MANIFEST_NAME
+from zero_strategy.checkpoint.records import (
     BufferRecord,
     FileRecord,
     HFRecord,
-    Manifest,
     OptimizerRecord,
     ParamRecord,
     Piece,
     TensorEntry,
-    dtype_name,
-    encode_extra,
     file_metadata,
     model_tensor_name,
     new_checkpoint_id,
     rank_file_name,
-    write_rank_file,
 )
-from zero_strategy.checkpoint.manifest import seal
+from zero_strategy.checkpoint.safetensors_io import RankFile, WrittenFile
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,15 @@ def cut(numel: int, world_size: int, seed: int = 0) -> list[tuple[int, int]]:
     """Cut `numel` elements into one run a rank, uneven and possibly empty."""
     borders = sorted(random.Random(seed).choices(range(numel + 1), k=world_size - 1))
     return list(zip([0, *borders], [*borders, numel], strict=True))
+
+
+def write_rank_file(
+    path: Path,
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    metadata: Mapping[str, str],
+) -> WrittenFile:
+    """Write a rank's file; see `RankFile`."""
+    return RankFile(path, tensors, metadata).write()
 
 
 def write_rank_files(

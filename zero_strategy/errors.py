@@ -10,6 +10,8 @@ that every rank raises and none waits for one that is gone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class ZeroError(Exception):
     """Base of all errors of this library.
@@ -50,6 +52,13 @@ class OffloadError(ZeroError, OSError):
 def first_line(error: BaseException) -> str:
     """Return what an exception says in its first line; its class where it says nothing."""
     return str(error).partition("\n")[0] or type(error).__name__
+
+
+def some(names: Iterable[str], limit: int = 8, separator: str = ", ") -> str:
+    """List names for a message: the first few, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (separator.join(names[:limit]) or "nothing") + more
 
 
 def _rebuild(cls: type[ZeroError], what: str, why: str, fix: str) -> ZeroError:

@@ -12,13 +12,15 @@ between is declared as padding and counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 ALIGN_NUMEL = 16  # elements: the widest vector a fused optimizer uses (16 fp32 lanes of AVX-512)
 ALIGN_BYTES = 64  # bytes: a cache line, and the alignment of torch's own CPU allocations
 START_BYTES = 256  # bytes: up to here cuBLAS chooses its kernel by an operand's alignment
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -173,3 +175,22 @@ def _product(shape: tuple[int, ...]) -> int:
     for size in shape:
         numel *= size
     return numel
+
+
+def nth_part(items: Sequence[T], sizes: Sequence[int], rank: int, world_size: int) -> Iterator[T]:
+    """Yield a rank's part of some items: neighbours, that have as many bytes as any other rank's.
+
+    Args:
+        items: The same on all ranks.
+        sizes: Of each, in bytes; one of no bytes may be nobody's.
+        rank: This one.
+        world_size: How many there are.
+
+    Yields:
+        Items that no other rank is given.
+    """
+    total_bytes, before_bytes = max(1, sum(sizes)), 0
+    for item, num_bytes in zip(items, sizes, strict=True):
+        if before_bytes * world_size // total_bytes == rank:
+            yield item
+        before_bytes += num_bytes

@@ -5,6 +5,7 @@ Oracles: the whole state gathered before the save, bit for bit; the folder's lis
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import torch.distributed as dist
 import zero_strategy as zs
 from tests.distributed.state_support import LAYOUTS, assert_same, engine_of, train, whole_state
 from tests.harness import distributed, expect_error, rank, subtest
-from zero_strategy.checkpoint.format import MANIFEST_NAME
+from zero_strategy.checkpoint import tags
+from zero_strategy.checkpoint.own_files import MANIFEST_NAME
 
 
 @distributed(world_size=2)
@@ -84,10 +86,16 @@ def test_a_checkpoint_whose_pointer_cannot_be_written_is_kept_and_said(tmp_path:
     engine, _ = engine_of(LAYOUTS[1])
     engine.save_checkpoint(runs, extra=1, tag="a")
     dist.barrier()
-    if rank() == 0:
-        (runs / ".latest.tmp").mkdir()  # in the way of what is to be renamed
-    with expect_error(zs.CheckpointError, ["[rank 0]", "latest could not be written", "'b' is complete"]):
-        engine.save_checkpoint(runs, extra=2, tag="b", keep_last=1)
+
+    def refuse(path: Path, content: bytes, temporary: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    replace_file, tags.replace_file = tags.replace_file, refuse
+    try:
+        with expect_error(zs.CheckpointError, ["[rank 0]", "latest could not be written", "'b' is complete"]):
+            engine.save_checkpoint(runs, extra=2, tag="b", keep_last=1)
+    finally:
+        tags.replace_file = replace_file
     dist.barrier()
     assert (runs / "latest").read_text() == "a\n"
     assert engine.load_checkpoint(runs) == 1  # not deleted, as it is still the latest

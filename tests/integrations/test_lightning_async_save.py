@@ -25,7 +25,7 @@ from tests.harness import distributed, expect_error, rank, subtest
 from tests.integrations.fabric_support import zero as fabric_zero
 from tests.integrations.lightning_support import TinyModule, assert_same_weights, loader, make_trainer, zero
 from tests.integrations.test_fabric_checkpoint import go_on, new_state
-from zero_strategy.checkpoint.format import MANIFEST_NAME
+from zero_strategy.checkpoint.own_files import MANIFEST_NAME
 
 
 def sharded(stage: int = 3, **keywords: Any) -> Any:

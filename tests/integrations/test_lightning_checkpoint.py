@@ -30,7 +30,7 @@ from tests.integrations.lightning_support import (
     zero,
 )
 from tests.recorder import logged
-from zero_strategy.checkpoint.format import MANIFEST_NAME
+from zero_strategy.checkpoint.own_files import MANIFEST_NAME
 from zero_strategy.lightning import checkpoint_files
 from zero_strategy.lightning.checkpoints import RNG_KEY
 from zero_strategy.log import log_once

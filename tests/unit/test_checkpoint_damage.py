@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from tests.synthetic_checkpoint import edit_manifest, save, small_state
-from zero_strategy.checkpoint.format import MANIFEST_NAME, CheckpointReader, Manifest
+from zero_strategy.checkpoint.format import CheckpointReader
+from zero_strategy.checkpoint.manifest import Manifest
+from zero_strategy.checkpoint.own_files import MANIFEST_NAME
 from zero_strategy.errors import CheckpointError
 
 

@@ -20,22 +20,26 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.synthetic_checkpoint import Description, cut, same_bits, save, small_state, write_rank_files
-from zero_strategy.checkpoint.elements import DTYPES
-from zero_strategy.checkpoint.format import (
-    MANIFEST_NAME,
-    CheckpointReader,
-    Manifest,
+from tests.synthetic_checkpoint import (
+    Description,
+    cut,
+    same_bits,
+    save,
+    small_state,
+    write_rank_file,
+    write_rank_files,
+)
+from zero_strategy.checkpoint.elements import DTYPES, checksum
+from zero_strategy.checkpoint.extra import decode_extra, encode_extra
+from zero_strategy.checkpoint.format import CheckpointReader, plan_reads
+from zero_strategy.checkpoint.manifest import Manifest
+from zero_strategy.checkpoint.own_files import MANIFEST_NAME
+from zero_strategy.checkpoint.records import (
     Piece,
     TensorEntry,
-    checksum,
-    decode_extra,
-    encode_extra,
     file_metadata,
     new_checkpoint_id,
-    plan_reads,
     rank_file_name,
-    write_rank_file,
 )
 from zero_strategy.errors import CheckpointError
 

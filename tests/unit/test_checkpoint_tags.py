@@ -6,7 +6,10 @@ ranks.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,8 +17,10 @@ import torch
 
 from tests.synthetic_checkpoint import edit_manifest, save, write_rank_files
 from zero_strategy.checkpoint import staging, tags
-from zero_strategy.checkpoint.folders import lock_folder
-from zero_strategy.checkpoint.format import MANIFEST_NAME, CheckpointReader, new_checkpoint_id
+from zero_strategy.checkpoint.folders import FolderLock, lock_folder
+from zero_strategy.checkpoint.format import CheckpointReader
+from zero_strategy.checkpoint.own_files import MANIFEST_NAME
+from zero_strategy.checkpoint.records import new_checkpoint_id
 from zero_strategy.errors import CheckpointError, ConfigError
 
 
@@ -88,7 +93,7 @@ def test_a_save_that_would_hide_a_checkpoint_or_be_hidden_is_refused(tmp_path: P
     tags.check_outer(tmp_path, None)
     with pytest.raises(CheckpointError, match=r"(?s)itself a checkpoint"):
         tags.check_outer(tmp_path / "a", "b")
-    tags.point_to(tmp_path, "a")
+    tags.point_to(tmp_path, "a", new_checkpoint_id())
     with pytest.raises(CheckpointError, match=r"(?s)Pass a tag"):
         tags.check_outer(tmp_path, None)
     (tmp_path / "other" / "latest").mkdir(parents=True)
@@ -122,21 +127,36 @@ def test_the_one_saved_last_stays_whatever_the_clock_says(tmp_path: Path) -> Non
     assert tags.tags_in(tmp_path) == ["new"]
 
 
-def test_what_a_link_leads_to_is_neither_deleted_nor_counted(tmp_path: Path) -> None:
-    save_tags(tmp_path, "a", "b", "c", "new")
-    (tmp_path / "best").symlink_to("b")
-    tags.remove_oldest(tmp_path, "new", keep_last=2)
-    assert tags.tags_in(tmp_path) == ["b", "best", "c", "new"]
-    assert value_in(tmp_path, "best") == 1
+def test_what_a_link_leads_to_is_neither_deleted_nor_counted_nor_tidied_up(tmp_path: Path) -> None:
+    outer, data = tmp_path / "runs", tmp_path / "data"
+    save_tags(outer, "a", "b", "c", "d", "new")
+    save_tags(data, "base", "c")
+    write_rank_files(data / "base", {"model/w": torch.ones(50)}, 2, new_checkpoint_id())  # of a killed save
+    for name, target in {"best": "b", "last": "new", "base": data / "base", "other": data / "c"}.items():
+        (outer / name).symlink_to(target)
+    (outer / "nowhere").symlink_to("gone")
+    (outer / "round").symlink_to("round")
+    elsewhere = {path: path.lstat().st_ino for path in data.rglob("*")}
+    tags.remove_superseded(outer)
+    tags.remove_oldest(outer, "new", keep_last=2)
+    assert tags.tags_in(outer) == ["b", "base", "best", "d", "last", "new", "other"]
+    assert {path: path.lstat().st_ino for path in data.rglob("*")} == elsewhere
+    assert (value_in(outer, "best"), value_in(outer, "last")) == (1, 4)
+    assert [complete.tag for complete in tags.complete_in(outer)] == ["b", "d", "new"]
+    for name in ("best", "base"):
+        with pytest.raises(CheckpointError, match=r"(?s)is a link to .* was not deleted"):
+            staging.delete(outer / name)
+    assert (outer / "best").is_symlink() and {
+        path: path.lstat().st_ino for path in data.rglob("*")
+    } == elsewhere
 
 
 def test_a_checkpoint_that_is_being_saved_into_is_not_deleted(tmp_path: Path) -> None:
     save_tags(tmp_path, "a", "new")
     lock = lock_folder(tmp_path / "a")
-    assert lock is not None
     tags.remove_oldest(tmp_path, "new", keep_last=1)
     assert tags.tags_in(tmp_path) == ["a", "new"]
-    os.close(lock)
+    lock.release()
     tags.remove_oldest(tmp_path, "new", keep_last=1)
     assert tags.tags_in(tmp_path) == ["new"]
 
@@ -144,10 +164,10 @@ def test_a_checkpoint_that_is_being_saved_into_is_not_deleted(tmp_path: Path) ->
 # -- where a save writes --
 
 
-def begun(path: Path, *, is_alone: bool = False) -> tuple[staging.Staging, int]:
+def begun(path: Path, *, is_alone: bool = False) -> tuple[staging.Staging, FolderLock]:
     stage = staging.staging_of(path, new_checkpoint_id(), in_place=path.exists())
     lock = staging.begin(stage, is_alone=is_alone)
-    assert lock is not None
+    assert lock.is_held
     return stage, lock
 
 
@@ -156,13 +176,13 @@ def test_a_new_path_appears_when_all_of_it_is_there(tmp_path: Path) -> None:
     assert not stage.final.exists() and stage.target.parent == stage.final.parent
     save(stage.target, {"w": torch.ones(5)}, world_size=2)
     staging.publish(stage)
-    os.close(lock)
+    lock.release()
     assert value_in(tmp_path / "runs" / "a") == 1
     assert os.listdir(tmp_path / "runs") == ["a"]
     again, lock = begun(tmp_path / "runs" / "a")
     assert again.target == again.final
     staging.discard(again)  # of a folder that was there nothing is removed
-    os.close(lock)
+    lock.release()
     assert value_in(tmp_path / "runs" / "a") == 1
 
 
@@ -173,7 +193,7 @@ def test_a_folder_made_in_the_meantime_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"(?s)could not be moved.*something else was put there"):
         staging.publish(stage)
     staging.discard(stage)
-    os.close(lock)
+    lock.release()
     assert os.listdir(tmp_path) == ["a"] and value_in(tmp_path / "a") == 0
 
 
@@ -187,11 +207,11 @@ def test_leftovers_of_the_same_name_are_removed_and_those_of_others_only_among_t
         save(path, {"w": torch.ones(5)}, world_size=2)
     stage, lock = begun(tmp_path / "a")
     staging.discard(stage)
-    os.close(lock)
+    lock.release()
     assert not leftovers["a"].exists() and leftovers["b"].exists() and leftovers["c"].exists()
     stage, lock = begun(tmp_path / "a", is_alone=True)
     staging.discard(stage)
-    os.close(lock)
+    lock.release()
     assert not leftovers["b"].exists()
     assert os.listdir(leftovers["c"]) == ["notes.txt"]
     assert all((path / MANIFEST_NAME).exists() for path in foreign)
@@ -207,9 +227,8 @@ def test_what_a_killed_save_left_inside_a_checkpoint_is_removed_by_the_next_unde
         (tmp_path / tag / "notes.txt").write_text("mine")
     (tmp_path / "broken" / MANIFEST_NAME).write_text("{}")
     lock = lock_folder(tmp_path / "busy")
-    assert lock is not None
     tags.remove_superseded(tmp_path)
-    os.close(lock)
+    lock.release()
     added = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")} - {
         path.relative_to(tmp_path) for path in complete
     }
@@ -229,6 +248,56 @@ def test_another_save_to_the_same_place_is_refused_and_one_to_another_place_left
         other, its_lock = begun(tmp_path / "b", is_alone=is_alone)
         assert stage.target.exists()
         staging.discard(other)
-        os.close(its_lock)
-    os.close(lock)
+        its_lock.release()
+    lock.release()
     assert [path.name for path in tmp_path.iterdir()] == [stage.target.name]
+
+
+def test_a_lock_ends_when_it_is_released_also_while_a_forked_process_has_it_open(tmp_path: Path) -> None:
+    lock = lock_folder(tmp_path)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        with pytest.raises(CheckpointError, match="is going on"):
+            lock_folder(tmp_path)
+        lock.release()
+        lock.release()
+        with lock_folder(tmp_path) as again:
+            assert again.is_held
+        with lock_folder(tmp_path) as again:
+            assert again.is_held
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_without_locks_nothing_is_taken_for_a_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    stage, lock = begun(tmp_path / "a")
+    save(stage.target, {"w": torch.ones(5)}, world_size=2)
+    lock.release()
+    (tmp_path / "incomplete").mkdir()
+    write_rank_files(tmp_path / "incomplete", {"model/w": torch.ones(50)}, 2, new_checkpoint_id())
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for name in ("a", "b", "incomplete"):
+        other = staging.staging_of(tmp_path / name, new_checkpoint_id(), in_place=name == "incomplete")
+        assert not staging.begin(other, is_alone=True).is_held
+        staging.discard(other)
+    assert len(list(stage.target.iterdir())) == 3 and len(list((tmp_path / "incomplete").iterdir())) == 2
+
+
+def test_latest_is_written_under_a_name_of_its_own_and_what_killed_saves_left_goes(tmp_path: Path) -> None:
+    save_tags(tmp_path, "a", "b")
+    under_way, left = (tmp_path / f".latest.{new_checkpoint_id()}.tmp" for _ in range(2))
+    under_way.write_text("b")  # of another save that goes on
+    left.write_text("a")
+    os.utime(left, (0, 0))
+    tags.point_to(tmp_path, "a", new_checkpoint_id())
+    tags.remove_superseded(tmp_path)
+    assert (tmp_path / "latest").read_text() == "a\n"
+    assert {path.name for path in tmp_path.glob(".*")} == {under_way.name}

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.synthetic_checkpoint import Description, edit_manifest, save, small_state
-from zero_strategy.checkpoint.format import Manifest
+from zero_strategy.checkpoint.manifest import Manifest
 from zero_strategy.checkpoint.safetensors_io import SafetensorsFile
 from zero_strategy.cli import main, parse_size_bytes
 from zero_strategy.errors import ConfigError

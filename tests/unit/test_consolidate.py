@@ -17,6 +17,7 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
 from tests.synthetic_checkpoint import Description, edit_manifest, same_bits, save, small_state
+from zero_strategy.checkpoint import staging
 from zero_strategy.checkpoint.consolidate import consolidate
 from zero_strategy.checkpoint.export import MARKER_NAME, ExportOptions
 from zero_strategy.checkpoint.folders import lock_folder
@@ -321,17 +322,65 @@ def test_a_run_stopped_while_it_replaces_shards_leaves_no_mixture_that_loads(
         assert names_in(tmp_path) == {"0.0", "1.0", "out"}
 
 
-def test_what_a_killed_run_has_left_is_deleted_and_a_run_that_goes_on_is_not(tmp_path: Path) -> None:
+def test_what_a_killed_run_has_left_is_deleted_and_a_run_that_goes_on_is_waited_for(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint", {"a": torch.ones(3)}, 1)
-    kept = {".out.89abcdef.partial", ".out.mine.partial", ".other.0123abcd.partial"}
-    for name in (".out.0123abcd.partial", *kept):
+    kept = {f".out.{'89abcdef' * 2}.partial", ".out.mine.partial", f".other.{'0123abcd' * 2}.partial"}
+    for name in (f".out.{'0123abcd' * 2}.partial", *kept):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text("half")
-    lock = lock_folder(tmp_path / ".out.89abcdef.partial")
+    lock = lock_folder(tmp_path / f".out.{'89abcdef' * 2}.partial")
+    with pytest.raises(CheckpointError, match=r"Another save into .*out is going on"):
+        consolidate(tmp_path / "checkpoint", tmp_path / "out")
+    lock.release()
+    kept.remove(f".out.{'89abcdef' * 2}.partial")
     consolidate(tmp_path / "checkpoint", tmp_path / "out")
-    assert lock is not None
-    os.close(lock)
     assert names_in(tmp_path) == {"checkpoint", "out"} | kept
+
+
+def test_everything_is_on_the_disk_before_the_folder_is_moved_into_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the calls: what was flushed, by its inode, when the folder got its name, and what is afterwards."""
+    save(tmp_path / "checkpoint", {"a": torch.ones(30), "b": torch.ones(30)}, 2)
+    side = tmp_path / "side"
+    (side / "additional_chat_templates").mkdir(parents=True)
+    for name in ("tokenizer.json", "additional_chat_templates/a.jinja"):
+        (side / name).write_text("{}")
+    fsync, rename, flushed, at_rename = os.fsync, os.rename, set(), set()
+
+    def recording_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
+
+    def recording_rename(source: Path, target: Path) -> None:
+        at_rename.update(flushed)
+        flushed.clear()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(os, "rename", recording_rename)
+    out = tmp_path / "deep" / "er" / "out"
+    consolidate(tmp_path / "checkpoint", out, ExportOptions(hf_files=side, max_shard_size_bytes=120))
+    written = {path: path.stat().st_ino for path in (out, *out.rglob("*"))}
+    assert len(written) == 8 and set(written.values()) <= at_rename, written
+    around = {path.stat().st_ino for path in (tmp_path, tmp_path / "deep", tmp_path / "deep" / "er")}
+    assert around <= flushed
+
+
+def test_a_folder_that_is_in_its_place_is_not_reported_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "checkpoint", {"a": torch.ones(3)}, 2)
+    sync_folder = staging.sync_folder
+
+    def refuse(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError("no")
+        sync_folder(folder)
+
+    monkeypatch.setattr(staging, "sync_folder", refuse)
+    consolidate(tmp_path / "checkpoint", tmp_path / "out")
+    assert names_in(tmp_path / "out") == {"model.safetensors", MARKER_NAME}
 
 
 def test_of_several_checkpoints_the_latest_is_consolidated(tmp_path: Path) -> None:

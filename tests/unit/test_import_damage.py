@@ -24,11 +24,12 @@ from tests.unit.test_import_deepspeed import FIXTURES, Hostile, edit, hashes, re
 from zero_strategy.checkpoint import manifest as manifest_module
 from zero_strategy.checkpoint import restricted_pickle
 from zero_strategy.checkpoint.extra import decode_extra
-from zero_strategy.checkpoint.format import CheckpointReader, Manifest
+from zero_strategy.checkpoint.format import CheckpointReader
 from zero_strategy.checkpoint.importers import deepspeed_states, imported
 from zero_strategy.checkpoint.importers.deepspeed import Wanted, read_deepspeed
 from zero_strategy.checkpoint.importers.run import ImportOptions, import_checkpoint
 from zero_strategy.checkpoint.inspection import find_damage
+from zero_strategy.checkpoint.manifest import Manifest
 from zero_strategy.cli import main
 from zero_strategy.errors import CheckpointError
 
@@ -231,7 +232,7 @@ def test_a_run_that_is_killed_leaves_no_folder_and_the_next_one_clears_up(
     out = tmp_path / "deep" / "out"
     child = os.fork()
     if child == 0:  # the manifest is written last; killed before that, nothing can be cleaned up
-        monkeypatch.setattr(Manifest, "write", lambda self, folder: os._exit(7))
+        monkeypatch.setattr(Manifest, "write", lambda self, folder, **_: os._exit(7))
         import_checkpoint(FIXTURES / "stage2-fp32", out)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

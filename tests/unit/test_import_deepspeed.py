@@ -23,11 +23,12 @@ from tests.fixtures.deepspeed_model import Tiny
 from tests.fixtures.make_deepspeed import CASES, CLIENT_STATE, TAG
 from zero_strategy.checkpoint import restricted_pickle
 from zero_strategy.checkpoint.extra import decode_extra
-from zero_strategy.checkpoint.format import CheckpointReader, Manifest
+from zero_strategy.checkpoint.format import CheckpointReader
 from zero_strategy.checkpoint.importers import deepspeed_states
 from zero_strategy.checkpoint.importers.deepspeed_optimizer import find_class, settings_of
 from zero_strategy.checkpoint.importers.run import ImportOptions, import_checkpoint
 from zero_strategy.checkpoint.inspection import find_damage
+from zero_strategy.checkpoint.manifest import Manifest
 from zero_strategy.cli import main
 from zero_strategy.errors import CheckpointError
 

@@ -26,7 +26,7 @@ from zero_strategy.checkpoint.background import WriterProcess
 from zero_strategy.checkpoint.durable import WRITE_BYTES
 from zero_strategy.checkpoint.elements import DTYPES, bytes_of
 from zero_strategy.checkpoint.host_copy import PAGE_BYTES, HostCopy
-from zero_strategy.checkpoint.safetensors_io import RankFile, write_rank_file
+from zero_strategy.checkpoint.safetensors_io import RankFile
 from zero_strategy.errors import CheckpointError
 
 
@@ -133,7 +133,7 @@ def test_what_is_larger_than_one_write_is_written_and_summed_as_a_whole(
         key: torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
         for key, size in sizes.items()
     }
-    by_rank = write_rank_file(tmp_path / "by rank", tensors, {})
+    by_rank = RankFile(tmp_path / "by rank", tensors, {}).write()
     for stored, tensor in zip(by_rank.tensors, tensors.values(), strict=True):
         assert stored.checksum == f"xxh3:{xxh3_64_hexdigest(bytes(bytes_of(tensor)))}", stored.key
     content = (tmp_path / "by rank").read_bytes()

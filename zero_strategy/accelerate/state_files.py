@@ -11,8 +11,9 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME, foreign_files, remove_own_files, some
-from zero_strategy.errors import CheckpointError
+from zero_strategy.checkpoint.own_files import foreign_files
+from zero_strategy.checkpoint.staging import delete
+from zero_strategy.errors import CheckpointError, some
 
 EXTRAS_NAME = "zero_strategy.bin"
 FOLDER_NAME = "zero_model"
@@ -80,9 +81,7 @@ def _remove_folder(folder: Path) -> None:
             "which is complete otherwise. So it is deleted, but for what others have written.",
             fix="Move it out of the folder, then save again, or save each state into a folder of its own.",
         )
-    (folder / MANIFEST_NAME).unlink(missing_ok=True)  # first: what is left of it is no checkpoint any more
-    remove_own_files(folder)
-    folder.rmdir()
+    delete(folder)
 
 
 def _numbered(stem: str, number: int) -> str:

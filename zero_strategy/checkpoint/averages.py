@@ -46,6 +46,11 @@ def read_into(parts: Parts, reader: CheckpointReader) -> None:
     Args:
         parts: The engine.
         reader: The checkpoint.
+
+    Shapes:
+        stored [param_numel] of each parameter -> shards [owned_numel] by bucket, in the masters' dtype
+    Raises:
+        CheckpointError: A file cannot be read any more.
     """
     stored = reader.manifest.tensors
     for number, average in enumerate(parts.averages):

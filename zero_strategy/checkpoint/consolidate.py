@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any
 
 from zero_strategy.checkpoint.export import ExportOptions, ExportReport, Source, export
-from zero_strategy.checkpoint.extra import parts_of_extra
-from zero_strategy.checkpoint.format import CheckpointReader, decode_extra, model_tensor_name
-from zero_strategy.checkpoint.manifest import some
+from zero_strategy.checkpoint.extra import decode_extra, parts_of_extra
+from zero_strategy.checkpoint.format import CheckpointReader
+from zero_strategy.checkpoint.records import model_tensor_name
 from zero_strategy.checkpoint.streamed import StreamedTensor
+from zero_strategy.errors import some
 from zero_strategy.log import LOGGER
 
 READ_BYTES = 2**20  # at once: small enough to stay in a core's cache until it has been copied on

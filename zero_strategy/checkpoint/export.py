@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,12 +28,13 @@ from zero_strategy.checkpoint.export_target import (
     MARKER_NAME,
     Marker,
     check_target,
-    make_staging,
-    move,
     not_written,
+    put_in_place,
 )
-from zero_strategy.checkpoint.folders import lock_folder, write_json
+from zero_strategy.checkpoint.folders import write_json
 from zero_strategy.checkpoint.hf import config_with_dtype, copy_side_files, read_config
+from zero_strategy.checkpoint.records import new_checkpoint_id
+from zero_strategy.checkpoint.staging import anything, begin, discard, staging_of
 from zero_strategy.checkpoint.weight_files import write_weights
 
 __all__ = [
@@ -84,24 +84,21 @@ def export(source: Source, out: str | os.PathLike[str], options: ExportOptions |
     metadata = {"format": "pt"}  # transformers refuses a file that does not name its framework
     if not source.hf:
         metadata |= selection.tied
+    staging = staging_of(target, new_checkpoint_id(), in_place=False, is_ours=anything)
+    folder = staging.target
     try:
-        staging = make_staging(target, selection.num_bytes)
-        lock = lock_folder(staging)
-        try:
-            write_weights(selection, staging, options.format, options.max_shard_size_bytes, metadata)
-            _write_side_files(source, selection, staging, options.hf_files)
-            files = tuple(sorted(path.name for path in staging.iterdir()))
-            move(staging, target)
-        finally:
-            if lock is not None:
-                os.close(lock)
-            shutil.rmtree(staging, ignore_errors=True)
+        with begin(staging, num_bytes=selection.num_bytes):
+            try:
+                write_weights(selection, folder, options.format, options.max_shard_size_bytes, metadata)
+                _write_side_files(source, selection, folder, options.hf_files)
+                files = tuple(sorted(path.name for path in folder.iterdir()))
+                put_in_place(staging)
+            finally:
+                discard(staging)
     except OSError as error:
         raise not_written(target, str(error)) from error
-    num_tensors = len(selection.tensors)
-    return ExportReport(
-        target, files, num_tensors, selection.num_bytes, tuple(selection.left_out), selection.tied
-    )
+    facts = len(selection.tensors), selection.num_bytes, tuple(selection.left_out), selection.tied
+    return ExportReport(target, files, *facts)
 
 
 def _write_side_files(source: Source, selection: Selection, folder: Path, hf_files: Path | None) -> None:

@@ -5,24 +5,19 @@ Called by `export`. It knows which files belong to an earlier output, and not wh
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import json
 import os
-import re
-import secrets
 import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_strategy.checkpoint.folders import lock_folder, sync_folder
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME
+from zero_strategy.checkpoint.folders import sync_folder
+from zero_strategy.checkpoint.own_files import MANIFEST_NAME
+from zero_strategy.checkpoint.staging import Staging, publish
 from zero_strategy.checkpoint.weight_files import INDEX_NAMES, WEIGHT_FILE
 from zero_strategy.errors import CheckpointError
 
 MARKER_NAME = "zero_strategy.json"  # in every folder written here; says what the weights are of
-
-_STAGING_END = re.compile(r"\.[0-9a-f]{8}\.partial")
 
 
 class Marker(NamedTuple):
@@ -71,40 +66,27 @@ def check_target(target: Path, own: Marker, *, force: bool) -> None:
     )
 
 
-def make_staging(target: Path, num_bytes: int) -> Path:
-    """Make a folder to write into, beside the target, and delete what killed runs have left there.
-
-    Raises:
-        CheckpointError: The disk has too little space.
-        OSError: The system refuses.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target)
-    free_bytes = shutil.disk_usage(target.parent).free
-    if free_bytes < num_bytes:
-        raise not_written(target, f"it needs {num_bytes} bytes and the disk has {free_bytes}")
-    staging = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
-    staging.mkdir()
-    return staging
-
-
-def move(staging: Path, target: Path) -> None:
+def put_in_place(staging: Staging) -> None:
     """Put the finished folder in its place: by one rename where that is free, else file by file.
 
     File by file, the index of an earlier output goes first and the new one comes last but for the marker: who
     is stopped in between leaves a folder that does not load, never one that mixes old and new weights.
 
     Raises:
+        CheckpointError: Something else has got there first.
         OSError: The system refuses.
     """
-    with contextlib.suppress(OSError):  # not there yet, or empty
-        os.rename(staging, target)
-        sync_folder(target.parent)
+    sync_folder(staging.target)
+    target = staging.final
+    if not target.exists() or not any(target.iterdir()):
+        publish(staging)
         return
     last = (*INDEX_NAMES, MARKER_NAME)
-    written = sorted(staging.iterdir(), key=lambda path: last.index(path.name) if path.name in last else -1)
+    written = sorted(
+        staging.target.iterdir(), key=lambda path: last.index(path.name) if path.name in last else -1
+    )
     for name in INDEX_NAMES:
-        if (staging / name).exists():
+        if (staging.target / name).exists():
             (target / name).unlink(missing_ok=True)
     for path in written:
         destination = target / path.name
@@ -143,15 +125,3 @@ def _read_marker(target: Path) -> Marker | None:
     if not isinstance(marker, dict) or "checkpoint_id" not in marker:
         return None
     return Marker(marker["checkpoint_id"], marker.get("model", ""))
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Delete what runs that were killed have left beside the target; a run that goes on holds its lock."""
-    for path in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
-        if not _STAGING_END.fullmatch(path.name[len(target.name) + 1 :]) or path.is_symlink():
-            continue
-        with contextlib.suppress(CheckpointError, OSError):
-            lock = lock_folder(path)
-            if lock is not None:
-                shutil.rmtree(path)
-                os.close(lock)

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from zero_strategy.checkpoint.format import Manifest, OptimizerRecord, model_tensor_name
+from zero_strategy.checkpoint.manifest import Manifest
 from zero_strategy.checkpoint.parts import Parts, param_records
+from zero_strategy.checkpoint.records import OptimizerRecord, model_tensor_name
 from zero_strategy.errors import CheckpointError
 from zero_strategy.optim.full_state import fqn_of
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
@@ -115,7 +116,7 @@ def match_optimizers(
             raise _misfit(
                 f"Optimizer {number} has param groups of "
                 f"{[len(group['params']) for group in optimizer.param_groups]} parameters here and of "
-                f"{[len(group) for group in saved_groups(record)]} in the checkpoint, of which "
+                f"{list(map(len, saved_groups(record)))} in the checkpoint, of which "
                 f"{_some(match.anew)} are here only and {_some(match.unused)} there only.",
                 _NOT_STRICT,
                 _WEIGHTS_ALONE,

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 from zero_strategy.errors import CheckpointError
@@ -18,23 +19,55 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+COPY_BYTES = 2**20  # of a file at once
 
-def lock_folder(folder: Path, subject: Path | None = None) -> int | None:
-    """Keep other saves out of a folder; each would take the files of the other for leftovers and delete them.
+
+class FolderLock:
+    """Keeps other saves out of a folder until it is released, or the process ends.
+
+    Each would take the files of the other for leftovers and delete them. On a network file system the lock of
+    a folder counts on the machine that holds it only: there one program at a time may save into a folder.
+
+    Attributes:
+        is_held: False where the system or the file system has no such locks.
+    """
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it keeps anybody out."""
+        return self._descriptor is not None
+
+    def release(self) -> None:
+        """Let others in. Safe to call twice."""
+        if self._descriptor is not None:
+            # Closing alone would not, while a process that was forked meanwhile holds it open.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def lock_folder(folder: Path, subject: Path | None = None) -> FolderLock:
+    """Keep other saves out of a folder.
 
     Args:
         folder: The folder to lock.
         subject: What is being saved, for the message; None: the folder.
 
-    Returns:
-        A file descriptor whose closing ends the lock, as does the end of the process; None where the system
-        or the file system has no such locks.
-
     Raises:
         CheckpointError: Another save is going on.
+        OSError: The folder cannot be opened.
     """
     if fcntl is None:
-        return None
+        return FolderLock(None)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,19 +80,8 @@ def lock_folder(folder: Path, subject: Path | None = None) -> int | None:
         ) from None
     except OSError:
         os.close(descriptor)
-        return None
-    return descriptor
-
-
-def unlock_folder(lock: int) -> None:
-    """End a lock. Closing alone would not, while a process that was forked meanwhile holds it open.
-
-    Args:
-        lock: What `lock_folder` returned.
-    """
-    if fcntl is not None:
-        fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
+        return FolderLock(None)
+    return FolderLock(descriptor)
 
 
 def replace_file(path: Path, content: bytes, temporary: Path) -> None:
@@ -86,6 +108,14 @@ def replace_file(path: Path, content: bytes, temporary: Path) -> None:
     # From here on the content is the new one: a failure must not be reported as if it were not.
     with contextlib.suppress(OSError):
         sync_folder(path.parent)
+
+
+def copy_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Copy the content of a file and flush it to the disk; permissions as the umask says."""
+    with open(source, "rb") as read, open(target, "wb") as written:
+        shutil.copyfileobj(read, written, COPY_BYTES)
+        written.flush()
+        os.fsync(written.fileno())
 
 
 def sync_folder(folder: Path) -> None:

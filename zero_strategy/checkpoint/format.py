@@ -1,10 +1,9 @@
-"""A checkpoint folder read by tensor name and element range; the names of the whole format in one place.
+"""A checkpoint folder read by tensor name and element range.
 
 `plan_reads` is the one function that maps what a reader wants to what the writers stored. It serves another
 world size, another stage, another bucket size and consolidation alike, because all of them ask for an
-element range of a named tensor. Called by `save`, `opened`, `consolidate` and the command line, which import
-the other names of the format (manifest, rank files, extra state) from here too. It does not know who wants
-the elements, or why.
+element range of a named tensor. Called by `opened`, `consolidate` and the command line. It does not know who
+wants the elements, or why.
 """
 
 from __future__ import annotations
@@ -19,56 +18,12 @@ import torch
 from torch import Tensor
 
 from zero_strategy.checkpoint.durable import CHUNK_BYTES, Checksum
-from zero_strategy.checkpoint.elements import bytes_of, checksum, dtype_name
-from zero_strategy.checkpoint.extra import decode_extra, encode_extra
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest, check_piece
-from zero_strategy.checkpoint.records import (
-    BufferRecord,
-    FileRecord,
-    HFRecord,
-    OptimizerRecord,
-    ParamRecord,
-    Piece,
-    TensorEntry,
-    file_metadata,
-    model_tensor_name,
-    new_checkpoint_id,
-    optim_tensor_name,
-    param_of,
-    rank_file_name,
-    rng_tensor_name,
-)
-from zero_strategy.checkpoint.safetensors_io import SafetensorsFile, StoredTensor, write_rank_file
+from zero_strategy.checkpoint.elements import bytes_of
+from zero_strategy.checkpoint.manifest import Manifest, check_piece
+from zero_strategy.checkpoint.records import Piece, TensorEntry
+from zero_strategy.checkpoint.safetensors_io import SafetensorsFile
 from zero_strategy.checkpoint.tags import choose, with_others
 from zero_strategy.errors import CheckpointError
-
-__all__ = [
-    "MANIFEST_NAME",
-    "BufferRecord",
-    "CheckpointReader",
-    "FileRecord",
-    "HFRecord",
-    "Manifest",
-    "OptimizerRecord",
-    "ParamRecord",
-    "Piece",
-    "Read",
-    "StoredTensor",
-    "TensorEntry",
-    "checksum",
-    "decode_extra",
-    "dtype_name",
-    "encode_extra",
-    "file_metadata",
-    "model_tensor_name",
-    "new_checkpoint_id",
-    "optim_tensor_name",
-    "param_of",
-    "plan_reads",
-    "rank_file_name",
-    "rng_tensor_name",
-    "write_rank_file",
-]
 
 # Of a reader; far below the usual limit of 1024 a process, as there may be a file per rank.
 MAX_OPEN_FILES = 64

@@ -22,7 +22,7 @@ from zero_strategy.comm.together import agreed
 from zero_strategy.errors import CheckpointError
 from zero_strategy.precision import Masters, unrounded
 
-_EXTRA_STATE = "_extra_state"  # torch's own name for it in a state dict
+EXTRA_STATE = "_extra_state"  # torch's own name for it in a state dict
 
 
 class LoadResult(NamedTuple):
@@ -73,7 +73,7 @@ def module_extra_states(model: nn.Module) -> dict[str, Any]:
     Those are the modules that override `get_extra_state`, as torch offers it to them.
     """
     return {
-        f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE: module.get_extra_state()
+        f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE: module.get_extra_state()
         for prefix, module in model.named_modules(remove_duplicate=False)
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
@@ -82,7 +82,7 @@ def module_extra_states(model: nn.Module) -> dict[str, Any]:
 def set_module_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
     """Give modules back what `module_extra_states` returned."""
     for name, state in states.items():
-        model.get_submodule(name[: -len(_EXTRA_STATE)].rstrip(".")).set_extra_state(state)
+        model.get_submodule(name[: -len(EXTRA_STATE)].rstrip(".")).set_extra_state(state)
 
 
 def gather(

@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import JsonValue
 from torch import nn
 
+from zero_strategy.checkpoint.folders import copy_file, sync_folder
 from zero_strategy.checkpoint.records import HFRecord
 from zero_strategy.errors import CheckpointError
 
@@ -89,10 +90,12 @@ def copy_side_files(source: Path, out: Path) -> list[str]:
             and not is_index
             and path.name not in _CONFIG_FILES
         ):
-            shutil.copyfile(path, out / path.name)  # content only: permissions as the umask says
+            copy_file(path, out / path.name)
             copied.append(path.name)
         elif path.is_dir() and path.name in _SIDE_FOLDERS:
-            shutil.copytree(path, out / path.name, copy_function=shutil.copyfile)
+            shutil.copytree(path, out / path.name, copy_function=copy_file)
+            for folder in (out / path.name, *filter(Path.is_dir, (out / path.name).rglob("*"))):
+                sync_folder(folder)
             copied.append(path.name)
     if not copied and not any((source / name).is_file() for name in _CONFIG_FILES):
         raise _no_side_files(source, "holds no tokenizer, config or similar file")

@@ -13,11 +13,12 @@ from pydantic import JsonValue
 from tqdm import tqdm
 
 from zero_strategy.checkpoint.extra import decode_extra, parts_of_extra
-from zero_strategy.checkpoint.format import CheckpointReader, Manifest, Piece, TensorEntry, model_tensor_name
-from zero_strategy.checkpoint.manifest import some
+from zero_strategy.checkpoint.format import CheckpointReader
+from zero_strategy.checkpoint.manifest import Manifest
+from zero_strategy.checkpoint.records import Piece, TensorEntry, model_tensor_name
 from zero_strategy.checkpoint.safetensors_io import SafetensorsFile
 from zero_strategy.checkpoint.tags import read_latest, tags_in
-from zero_strategy.errors import CheckpointError
+from zero_strategy.errors import CheckpointError, some
 
 
 class OptimizerSummary(NamedTuple):
@@ -51,7 +52,7 @@ class CheckpointSummary(NamedTuple):
     num_params: int
     param_numel: int
     trainable_numel: int
-    bytes_by_kind: dict[str, int]  # "model", "optim", "extra"
+    bytes_by_kind: dict[str, int]  # "model", "optim", "extra", "rng", "average": how names begin
     file_bytes: dict[str, int]
     optimizers: list[OptimizerSummary]
     frozen_left_out: list[str]  # names of parameters that were not stored on purpose

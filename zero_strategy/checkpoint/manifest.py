@@ -18,7 +18,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -33,6 +33,7 @@ from pydantic import (
 
 from zero_strategy.checkpoint.elements import MAX_COUNT, checksum
 from zero_strategy.checkpoint.folders import replace_file, sync_folder, to_readable_json
+from zero_strategy.checkpoint.own_files import MANIFEST_NAME, remove_own_files
 from zero_strategy.checkpoint.records import (
     FORMAT,
     BufferRecord,
@@ -46,17 +47,12 @@ from zero_strategy.checkpoint.records import (
     TensorEntry,
     TypedRecord,
     model_tensor_name,
+    param_of,
 )
 from zero_strategy.checkpoint.safetensors_io import SafetensorsFile
-from zero_strategy.errors import CheckpointError
+from zero_strategy.errors import CheckpointError, some
 
-MANIFEST_NAME = "manifest.json"
 VERSION: Final = 1
-
-_OWN_FILE = re.compile(
-    r"rank-\d{5,}-of-\d{5,}-(?P<id>[0-9a-f]{16})\.safetensors"
-    r"|manifest\.json(\.(?P<its_id>[0-9a-f]{16})\.tmp)?"
-)
 
 _TENSOR_NAME = re.compile(
     r"model/.+|extra/.+|rng/[0-9]{1,9}|average/[0-9]{1,9}/(num_updates|weights/.+)|optim/(?P<optimizer>[0-9]{1,9})/(?P<fqn>.+)/[^/]+",
@@ -196,43 +192,6 @@ class Manifest(Record):
         return file
 
 
-def remove_own_files(folder: Path, keep: Collection[str] = ()) -> None:
-    """Delete what saves have written into a folder, but for some names, and nothing else.
-
-    Raises:
-        OSError: Something could not be deleted.
-    """
-    for path in folder.iterdir():
-        if path.name not in keep and _OWN_FILE.fullmatch(path.name):
-            path.unlink(missing_ok=True)
-
-
-def remove_save(folder: Path, checkpoint_id: str) -> None:
-    """Delete the files of one save, unless they have become the checkpoint: it may end at any moment.
-
-    Raises:
-        OSError: Something could not be read or deleted.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        if checkpoint_id.encode() in (folder / MANIFEST_NAME).read_bytes():
-            return
-    for path in folder.iterdir():
-        match = _OWN_FILE.fullmatch(path.name)
-        if match and checkpoint_id in (match["id"], match["its_id"]):
-            path.unlink(missing_ok=True)
-
-
-def saves_in(folder: Path) -> set[str]:
-    """Return the ids of the saves that have files in a folder, apart from its manifest."""
-    found = (_OWN_FILE.fullmatch(path.name) for path in folder.iterdir())
-    return {match["id"] or match["its_id"] for match in found if match} - {None}
-
-
-def foreign_files(folder: Path) -> list[str]:
-    """Return the names in a folder that no save has written."""
-    return sorted(path.name for path in folder.iterdir() if not _OWN_FILE.fullmatch(path.name))
-
-
 # -- checks --
 
 
@@ -308,7 +267,7 @@ def _parse(folder: Path, document: dict[str, Any]) -> Manifest:
             f"{'/'.join(map(str, problem['loc']))}: {problem['msg']}, found {str(problem['input'])[:80]!r}"
             for problem in error.errors(include_url=False)
         ]
-        raise _bad_manifest(folder, "; ".join(problems[:3]) + _more(len(problems) - 3)) from error
+        raise _bad_manifest(folder, some(problems, 3, "; ")) from error
 
 
 def _check_references(folder: Path, manifest: Manifest) -> None:
@@ -356,6 +315,11 @@ def _check_name(folder: Path, manifest: Manifest, name: str) -> None:
     known = found["fqn"] in manifest.params and int(found["optimizer"] or 0) < len(manifest.optimizers)
     if found["optimizer"] is not None and not known:
         raise _bad_manifest(folder, f"{name!r} is the state of an optimizer or parameter that is not listed")
+    if name.startswith("model/"):  # which is compared with its own record
+        return
+    param, shape = manifest.params.get(param_of(name) or ""), manifest.tensors[name].shape
+    if param is not None and shape not in ((), param.shape):
+        raise _bad_manifest(folder, f"{name!r} has shape {list(shape)}, its parameter {list(param.shape)}")
 
 
 def _check_covered(entry: TensorEntry, folder: Path) -> None:
@@ -419,12 +383,3 @@ def _wrong_file(path: Path, why: str) -> CheckpointError:
         why=f"Checked against {MANIFEST_NAME}: {why}.",
         fix="Copy the whole folder again from where it was saved; all ranks must save to one file system.",
     )
-
-
-def some(names: list[str], limit: int = 8) -> str:
-    """List names for a message: the first few, and how many more there are."""
-    return (", ".join(names[:limit]) or "nothing") + _more(len(names) - limit)
-
-
-def _more(count: int) -> str:
-    return f" and {count} more" if count > 0 else ""

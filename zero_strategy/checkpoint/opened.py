@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zero_strategy.bucket import publish_all
 from zero_strategy.checkpoint import averages
-from zero_strategy.checkpoint.verifying import pieces_to_compare
+from zero_strategy.checkpoint.comparing import pieces_to_compare
 from zero_strategy.checkpoint.extra import decode_extra, parts_of_extra
 from zero_strategy.checkpoint.fits import (
     OptimizerMatch,

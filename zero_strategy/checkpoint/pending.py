@@ -54,12 +54,12 @@ class PendingSave:
         afterwards: What is to be done, on the main thread, when it is known to be complete.
     """
 
-    def __init__(self, path: str, number: str, saving: Saving, letters: Letters) -> None:
+    def __init__(self, path: str, checkpoint_id: str, saving: Saving, letters: Letters) -> None:
         """Begin. All that follows happens on a thread.
 
         Args:
             path: Of the checkpoint, for messages.
-            number: Its id.
+            checkpoint_id: Its id.
             saving: What is to be done.
             letters: To and from the other ranks.
         """
@@ -67,7 +67,7 @@ class PendingSave:
         self.error: ZeroError | None = None
         self.is_own = True
         self.afterwards: list[Callable[[], object]] = []
-        self._number = number
+        self._checkpoint_id = checkpoint_id
         self._saving = saving
         self._letters = letters
         self._may_undo = True
@@ -125,7 +125,7 @@ class PendingSave:
                 if self._may_undo:
                     self._saving.undo()
             with contextlib.suppress(Exception):
-                self._letters.leave(self._number, self._complaint(error))
+                self._letters.leave(self._checkpoint_id, self._complaint(error))
             self.error = error
         finally:
             self._saving.end()
@@ -138,13 +138,13 @@ class PendingSave:
         self._saving.commit(tables)
         self._may_undo = False
         self._saving.follow_up()
-        self._letters.leave(self._number, {"value": None})
+        self._letters.leave(self._checkpoint_id, {"value": None})
 
     def _follow(self) -> None:
         table = self._write()
         # From here on rank 0 may commit: only its word tells whether it has.
         self._may_undo = False
-        self._letters.leave(self._number, {"value": table})
+        self._letters.leave(self._checkpoint_id, {"value": table})
         self._hear(0)
 
     def _write(self) -> Any:
@@ -160,7 +160,7 @@ class PendingSave:
             CheckpointError: It has failed, or will say nothing any more.
         """
         try:
-            letter = self._letters.wait_for(other, self._number, self._is_cancelled)
+            letter = self._letters.wait_for(other, self._checkpoint_id, self._is_cancelled)
         except ZeroError as error:
             raise CheckpointError(
                 what=f"The checkpoint {self.path} was not completed: {error.what}",

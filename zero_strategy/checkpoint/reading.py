@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint.fits import OptimizerMatch
-from zero_strategy.checkpoint.format import CheckpointReader, model_tensor_name, optim_tensor_name
+from zero_strategy.checkpoint.format import CheckpointReader
 from zero_strategy.checkpoint.parts import Parts, persistent_buffers
+from zero_strategy.checkpoint.records import model_tensor_name, optim_tensor_name
 from zero_strategy.optim import full_state
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
@@ -25,6 +26,11 @@ def read_params(parts: Parts, reader: CheckpointReader, sources: Mapping[str, st
         parts: The engine.
         reader: The checkpoint.
         sources: Names of parameters here -> names there; one that is not in it keeps its values.
+
+    Shapes:
+        stored [param_numel] -> this rank's range of it, in `param_shard` and the masters [owned_numel]
+    Raises:
+        CheckpointError: A file cannot be read any more.
     """
     for bucket in parts.buckets:
         master = parts.masters.existing(bucket)
@@ -53,6 +59,11 @@ def read_optimizers(parts: Parts, reader: CheckpointReader, matches: Sequence[Op
         parts: The engine.
         reader: The checkpoint.
         matches: For each optimizer, what in the checkpoint is its.
+
+    Shapes:
+        stored [param_numel] or [] of each parameter -> [slice_numel] or [] of each slice
+    Raises:
+        CheckpointError: A file cannot be read any more.
     """
     keys = _state_keys(reader)
     for number, (optimizer, match) in enumerate(zip(parts.optimizers, matches, strict=True)):

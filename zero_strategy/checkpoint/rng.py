@@ -46,6 +46,9 @@ def set_state(state: dict[str, Any], device: torch.device) -> None:
     Args:
         state: Taken on the same kind of device, or that device's part is left out.
         device: Of this rank.
+
+    Raises:
+        ImportError: numpy was in use when it was taken, and is not here.
     """
     version, numbers, gauss = state["python"]
     words = base64.b64decode(numbers)
@@ -62,12 +65,20 @@ def set_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def to_tensor(state: dict[str, Any]) -> Tensor:
-    """Return a state as bytes, [n] uint8."""
+    """Return a state as bytes.
+
+    Shapes:
+        -> [num_bytes] uint8
+    """
     return _to_uint8(json.dumps(state).encode())
 
 
 def from_tensor(values: Tensor) -> dict[str, Any]:
-    """Undo `to_tensor`."""
+    """Undo `to_tensor`.
+
+    Shapes:
+        values [num_bytes] uint8
+    """
     state: dict[str, Any] = json.loads(bytes(bytes_of(values)))
     return state
 

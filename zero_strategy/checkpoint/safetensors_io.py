@@ -234,15 +234,6 @@ class RankFile:
         return list(zip([0, *self.layout.ends], [header, *tensors], strict=False))
 
 
-def write_rank_file(
-    path: Path,
-    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-    metadata: Mapping[str, str],
-) -> WrittenFile:
-    """Write a rank's file; see `RankFile`."""
-    return RankFile(path, tensors, metadata).write()
-
-
 def _unique(path: Path, items: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     seen: set[str] = set()
     for key, tensor in items:

@@ -16,18 +16,9 @@ from torch import Tensor, nn
 
 from zero_strategy.checkpoint import averages, rng
 from zero_strategy.checkpoint.background import WriterProcess
-from zero_strategy.checkpoint.extra import MODULES_KEY
-from zero_strategy.checkpoint.folders import unlock_folder
-from zero_strategy.checkpoint.format import (
-    dtype_name,
-    encode_extra,
-    file_metadata,
-    model_tensor_name,
-    new_checkpoint_id,
-    optim_tensor_name,
-    rank_file_name,
-    rng_tensor_name,
-)
+from zero_strategy.checkpoint.elements import dtype_name
+from zero_strategy.checkpoint.extra import MODULES_KEY, encode_extra
+from zero_strategy.checkpoint.folders import FolderLock
 from zero_strategy.checkpoint.full_weights import module_extra_states
 from zero_strategy.checkpoint.parts import (
     Description,
@@ -36,6 +27,14 @@ from zero_strategy.checkpoint.parts import (
     manifest_of,
     own_pieces,
     persistent_buffers,
+)
+from zero_strategy.checkpoint.records import (
+    file_metadata,
+    model_tensor_name,
+    new_checkpoint_id,
+    optim_tensor_name,
+    rank_file_name,
+    rng_tensor_name,
 )
 from zero_strategy.checkpoint.safetensors_io import FileLayout, RankFile
 from zero_strategy.checkpoint.saves import Saves
@@ -49,12 +48,19 @@ from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
 
 class Run(NamedTuple):
-    """A run of elements of one named tensor that this rank stores."""
+    """Elements of one named tensor, in their order, that this rank stores.
+
+    Attributes:
+        name: Of the tensor, as the manifest has it ("model/embed.weight").
+        shape: Of the whole tensor.
+        start: The first element of the flattened tensor that is stored.
+        values: [numel] in the dtype that is stored, where they are.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
-    values: Tensor  # 1-D
+    values: Tensor
 
 
 class _Stored(NamedTuple):
@@ -86,7 +92,7 @@ class Begun(NamedTuple):
     staging: Staging
     file: Path  # of this rank
     metadata: dict[str, str]  # of the file
-    lock: int | None  # of rank 0
+    lock: FolderLock | None  # of rank 0
 
 
 def save(parts: Parts, destination: Destination, extra: Any, background: Saves | None = None) -> None:
@@ -102,17 +108,17 @@ def save(parts: Parts, destination: Destination, extra: Any, background: Saves |
     collectives = parts.collectives
     stored = agreed(collectives, lambda: _what_to_store(parts, destination, extra))
     begun = _begin(collectives, destination)
-    rest = _Rest(begun, destination, stored, collectives.rank)
+    prepared = PreparedSave(begun, destination, stored, collectives.rank)
     if background is None:
-        _finish(rest, collectives)
+        _finish(prepared, collectives)
         return
     try:
-        agreed(collectives, lambda: background.prepare(rest.copy))
+        agreed(collectives, lambda: background.prepare(prepared.copy))
     except BaseException:
-        rest.undo()
-        rest.end()
+        prepared.undo()
+        prepared.end()
         raise
-    background.begin(str(destination.folder), begun.checkpoint_id, rest)
+    background.begin(str(destination.folder), begun.checkpoint_id, prepared)
 
 
 def _begin(collectives: Collectives, destination: Destination) -> Begun:
@@ -122,7 +128,7 @@ def _begin(collectives: Collectives, destination: Destination) -> Begun:
         CheckpointError: The folder cannot be made, or another save is going on; on all ranks.
     """
     rank, world_size, folder = collectives.rank, collectives.world_size, destination.folder
-    made: list[tuple[Staging, int | None]] = []  # by rank 0
+    made: list[tuple[Staging, FolderLock]] = []  # by rank 0
 
     def make_folder() -> list[Any]:
         checkpoint_id, in_place = new_checkpoint_id(), folder.exists()
@@ -136,7 +142,7 @@ def _begin(collectives: Collectives, destination: Destination) -> Begun:
     return Begun(checkpoint_id, staging, file, file_metadata(rank, world_size, checkpoint_id), lock)
 
 
-class _Rest:
+class PreparedSave:
     """What is left of a save when it is known what to write. The steps follow one another on some thread.
 
     They know nothing of the other ranks and of the engine: see `_finish` and `PendingSave`.
@@ -153,7 +159,11 @@ class _Rest:
         self._is_first = rank == 0
 
     def copy(self, background: Saves) -> None:
-        """Copy what is to be written, for the writer process."""
+        """Copy what is to be written, for the writer process.
+
+        Raises:
+            CheckpointError: There is too little host memory, or two tensors have one name.
+        """
         file = RankFile(self._begun.file, self._tensors, self._begun.metadata)
         background.memory.reserve(file.layout.ends[-1])
         background.memory.fill(file.placed())
@@ -161,7 +171,11 @@ class _Rest:
         self._tensors = []
 
     def write(self) -> Any:
-        """Write this rank's file and return what rank 0 needs for the manifest, as JSON."""
+        """Write this rank's file and return what rank 0 needs for the manifest, as JSON.
+
+        Raises:
+            CheckpointError: The system refuses, or the writer process has ended.
+        """
         path = self._begun.file
         if self._copied is None:
             written = RankFile(path, self._tensors, self._begun.metadata).write()
@@ -179,20 +193,30 @@ class _Rest:
             self._copied[0].kill()
 
     def commit(self, tables: list[Any]) -> None:
-        """Make a checkpoint of the files of all ranks. Rank 0 only; if it raises, there is none."""
+        """Make a checkpoint of the files of all ranks. Rank 0 only; if it raises, there is none.
+
+        Args:
+            tables: What `write` has returned, by rank.
+
+        Raises:
+            CheckpointError: A file is missing, a tensor not covered, or the system refuses.
+        """
         assert self._description is not None, "of rank 0"
         begun = self._begun
-        target, final = begun.staging.target, begun.staging.final
         manifest = manifest_of(self._description, begun.checkpoint_id, tables)
-        manifest.write(target, is_commit=target == final)
+        manifest.write(begun.staging.target, is_commit=begun.staging.is_in_place)
         publish(begun.staging)
 
     def follow_up(self) -> None:
-        """Let `latest` name the checkpoint, then delete what is old. Rank 0 only; the checkpoint stays."""
+        """Let `latest` name the checkpoint, then delete what is old. Rank 0 only; the checkpoint stays.
+
+        Raises:
+            CheckpointError: `latest` cannot be written; then nothing is deleted.
+        """
         if self._destination.tag is None:
             return
         outer = Path(self._destination.path)
-        point_to(outer, self._destination.tag)
+        point_to(outer, self._destination.tag, self._begun.checkpoint_id)
         remove_superseded(outer)
         if self._destination.keep_last is not None:
             remove_oldest(outer, self._destination.tag, self._destination.keep_last)
@@ -207,24 +231,24 @@ class _Rest:
     def end(self) -> None:
         """Let other saves into the folder."""
         if self._begun.lock is not None:
-            unlock_folder(self._begun.lock)
+            self._begun.lock.release()
 
 
-def _finish(rest: _Rest, collectives: Collectives) -> None:
+def _finish(prepared: PreparedSave, collectives: Collectives) -> None:
     """Go on with a save here and now. Collective; in the background `PendingSave` does the same."""
     is_first = collectives.rank == 0
     try:
         try:
-            tables = collectives.gather_json(agreed(collectives, rest.write))
-            agreed(collectives, lambda: rest.commit(tables) if is_first else None)
+            tables = collectives.gather_json(agreed(collectives, prepared.write))
+            agreed(collectives, lambda: prepared.commit(tables) if is_first else None)
         except CheckpointError:
             # All ranks know that nothing was committed. After any other error rank 0 may have committed
             # already, and the files stay; if it did not, the next save removes them.
-            rest.undo()
+            prepared.undo()
             raise
-        agreed(collectives, lambda: rest.follow_up() if is_first else None)
+        agreed(collectives, lambda: prepared.follow_up() if is_first else None)
     finally:
-        rest.end()
+        prepared.end()
 
 
 def _check(destination: Destination) -> None:
@@ -259,6 +283,7 @@ def _what_to_store(parts: Parts, destination: Destination, extra: Any) -> _Store
         encoded, tensors = encode_with_modules(extra, module_extra_states(parts.model))
         runs += [Run(name, tuple(t.shape), 0, t.detach().reshape(-1)) for name, t in tensors.items()]
         description = describe(parts, encoded)
+        manifest_of(description, new_checkpoint_id(), [])  # what it would refuse is refused now
     rows = [[r.name, r.shape, dtype_name(r.values.dtype), r.start, r.values.numel()] for r in runs]
     return _Stored([(run.name, run.values) for run in runs], rows, plain_states, description)
 

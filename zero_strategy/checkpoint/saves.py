@@ -91,16 +91,16 @@ class Saves:
             self._letters = self._collectives.open_letters()
         copy(self)
 
-    def begin(self, path: str, number: str, saving: Saving) -> None:
+    def begin(self, path: str, checkpoint_id: str, saving: Saving) -> None:
         """Go on with a save in the background; to be called when all ranks have copied their state.
 
         Args:
             path: Of the checkpoint, for messages.
-            number: Its id.
+            checkpoint_id: Its id.
             saving: What is to be done.
         """
         assert self._letters is not None and self._pending is None, "opened, and nothing going on"
-        self._pending = PendingSave(path, number, saving, self._letters)
+        self._pending = PendingSave(path, checkpoint_id, saving, self._letters)
         self._at_exit = partial(_end_at_exit, self._pending, os.getpid())
         atexit.register(self._at_exit)
 

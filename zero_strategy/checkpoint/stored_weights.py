@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_strategy.checkpoint.format import CheckpointReader, Manifest, model_tensor_name
+from zero_strategy.checkpoint.format import CheckpointReader
+from zero_strategy.checkpoint.manifest import Manifest
+from zero_strategy.checkpoint.records import model_tensor_name
 
 
 def stored_names(manifest: Manifest) -> dict[str, str]:

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from zero_strategy.checkpoint.folders import replace_file
-from zero_strategy.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    foreign_files,
-    remove_own_files,
-    saves_in,
-    some,
-)
-from zero_strategy.checkpoint.staging import hide, if_unused
-from zero_strategy.errors import CheckpointError, ConfigError, first_line
+from zero_strategy.checkpoint.manifest import Manifest
+from zero_strategy.checkpoint.own_files import MANIFEST_NAME, foreign_files, remove_own_files, saves_in
+from zero_strategy.checkpoint.staging import delete, if_unused
+from zero_strategy.errors import CheckpointError, ConfigError, first_line, some
 from zero_strategy.log import log_event
 
 LATEST_NAME = "latest"
 MAX_TAG_BYTES = 200  # a file name has at most 255, and a save adds 26 to this one
+LEFT_S = 3600.0  # a temporary file as old as this is of a save that was killed: it lives for some ms
 
 
 class Complete(NamedTuple):
@@ -77,11 +73,7 @@ def choose(path: str | os.PathLike[str], tag: str | None = None) -> str | None:
         return named
     tags = tags_in(outer)
     if len(tags) > 1:
-        raise CheckpointError(
-            what=f"{outer} holds {len(tags)} checkpoints: {some(tags)}.",
-            why=f"None of them is named by a file {LATEST_NAME!r}, so which one is meant is not known.",
-            fix="Pass the folder of one of them, or its tag.",
-        )
+        raise _ambiguous(outer, tags)
     return tags[0] if tags else None
 
 
@@ -116,9 +108,9 @@ def tags_in(outer: Path) -> list[str]:
 
 
 def complete_in(outer: Path) -> list[Complete]:
-    """Return the checkpoints in `outer` whose files are all there in full length, oldest first."""
+    """Return the checkpoints in `outer` whose files are all there in full length, oldest first; no links."""
     found = []
-    for tag in tags_in(outer):
+    for tag in _own_tags_in(outer):
         with contextlib.suppress(CheckpointError, OSError):
             manifest = Manifest.read(outer / tag, check_files=False)
             sizes = {name: (outer / tag / name).stat().st_size for name in manifest.files}
@@ -179,14 +171,20 @@ def check_outer(outer: Path, tag: str | None) -> None:
     )
 
 
-def point_to(outer: Path, tag: str) -> None:
+def point_to(outer: Path, tag: str, checkpoint_id: str) -> None:
     """Make `OUTER/latest` name a checkpoint, in one step.
+
+    Args:
+        outer: The folder that holds it.
+        tag: Its name.
+        checkpoint_id: Its id, so that two saves do not write under one name.
 
     Raises:
         CheckpointError: It cannot be written; it names what it named before.
     """
     try:
-        replace_file(outer / LATEST_NAME, f"{tag}\n".encode(), outer / f".{LATEST_NAME}.tmp")
+        temporary = outer / f".{LATEST_NAME}.{checkpoint_id}.tmp"
+        replace_file(outer / LATEST_NAME, f"{tag}\n".encode(), temporary)
     except OSError as error:
         raise CheckpointError(
             what=f"{outer / LATEST_NAME} could not be written: {error.strerror or error}.",
@@ -196,8 +194,12 @@ def point_to(outer: Path, tag: str) -> None:
 
 
 def remove_superseded(outer: Path) -> None:
-    """Delete what saves that were killed have left in checkpoints which they were to replace."""
-    for tag in tags_in(outer):
+    """Delete what saves that were killed have left in checkpoints which they were to replace, and beside."""
+    for path in outer.glob(f".{LATEST_NAME}.*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > LEFT_S:
+                path.unlink()
+    for tag in _own_tags_in(outer):
         folder = outer / tag
         if len(saves_in(folder)) > 1:
             if_unused(folder, partial(_remove_superseded, folder))
@@ -206,8 +208,8 @@ def remove_superseded(outer: Path) -> None:
 def remove_oldest(outer: Path, newest: str, keep_last: int) -> None:
     """Delete the oldest complete checkpoints until so many are left; what cannot be deleted stays.
 
-    Neither the newest nor what holds files of others, is damaged or in use is deleted, nor what a link beside
-    it (`best`, say) leads to.
+    Neither the newest nor what holds files of others, is damaged or being saved into is deleted, nor what a
+    link beside it (`best`, say) leads to. Who reads one of the others meanwhile finds its files gone.
 
     Args:
         outer: The folder that holds them.
@@ -216,11 +218,9 @@ def remove_oldest(outer: Path, newest: str, keep_last: int) -> None:
     """
     if len(tags_in(outer)) <= keep_last:
         return
-    kept = {newest}
-    for path in filter(Path.is_symlink, outer.iterdir()):
-        kept |= {path.name, path.resolve().name}
+    kept = {newest, *_linked_in(outer)}
     others = [complete for complete in complete_in(outer) if complete.tag not in kept]
-    for tag, manifest in others[: max(0, len(others) + 1 - keep_last)]:
+    for tag, _ in others[: max(0, len(others) + 1 - keep_last)]:
         folder = outer / tag
         foreign = foreign_files(folder)
         if foreign:
@@ -229,9 +229,21 @@ def remove_oldest(outer: Path, newest: str, keep_last: int) -> None:
             )
             continue
         try:
-            hide(folder, manifest.checkpoint_id)
+            delete(folder)
         except (CheckpointError, OSError) as error:
             log_event(f"{folder} is kept beyond keep_last={keep_last}: {first_line(error)}")
+
+
+def _own_tags_in(outer: Path) -> list[str]:
+    """Return the tags of folders that are there themselves: what a link leads to is not ours to change."""
+    return [tag for tag in tags_in(outer) if not (outer / tag).is_symlink()]
+
+
+def _linked_in(outer: Path) -> set[str]:
+    """Return the tags that a link in `outer` leads to."""
+    real = os.path.realpath(outer)
+    targets = (os.path.realpath(path) for path in outer.iterdir() if path.is_symlink())
+    return {os.path.basename(target) for target in targets if os.path.dirname(target) == real}
 
 
 def _remove_superseded(folder: Path) -> None:
@@ -239,6 +251,14 @@ def _remove_superseded(folder: Path) -> None:
 
 
 # -- errors --
+
+
+def _ambiguous(outer: Path, tags: list[str]) -> CheckpointError:
+    return CheckpointError(
+        what=f"{outer} holds {len(tags)} checkpoints: {some(tags)}.",
+        why=f"None of them is named by a file {LATEST_NAME!r}, so which one is meant is not known.",
+        fix="Pass the folder of one of them, or its tag.",
+    )
 
 
 def _nothing_there(outer: Path, what: str, why: str) -> CheckpointError:

@@ -2,7 +2,7 @@
 
 For threads that work while the main thread trains, since those must begin no collective: the order of
 collectives is the main thread's. Every rank has a box with its last letter in it; letters are told apart by
-the number of what they are about, so an old one is never taken for an answer. Opened by the topology.
+a name of what they are about, so an old one is never taken for an answer. Opened by the topology.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ class Letters:
         self._find_gone = find_gone
         words.write(f"letter/{rank}", "")
 
-    def leave(self, number: str, value: Any) -> None:
+    def leave(self, about: str, value: Any) -> None:
         """Leave a JSON value in this rank's box, in the place of what lay there.
 
         Args:
-            number: Of what it is about; no spaces.
+            about: A name of what it is about; no spaces.
             value: Any JSON value.
         """
         text = json.dumps(value)
         starts = range(0, len(text), CHUNK_CHARS)
         for index, start in enumerate(starts):
             self._words.write(f"letter/{self.rank}/{index}", text[start : start + CHUNK_CHARS])
-        self._words.write(f"letter/{self.rank}", f"{number} {len(starts)}")
+        self._words.write(f"letter/{self.rank}", f"{about} {len(starts)}")
 
-    def wait_for(self, sender: int, number: str, is_cancelled: threading.Event) -> Any:
+    def wait_for(self, sender: int, about: str, is_cancelled: threading.Event) -> Any:
         """Return what another rank has left, as soon as it has.
 
         Args:
             sender: The other rank.
-            number: Of what it is about.
+            about: The name of what it is about.
             is_cancelled: Ends the wait.
 
         Raises:
@@ -78,7 +78,7 @@ class Letters:
             waited_s = time.monotonic() - began_s
             # In this order: what a rank has left at the last moment is found after it has gone.
             gone = self._find_gone(sender, f"Rank {self.rank} waits for its word.")
-            found = self._find(sender, number)
+            found = self._find(sender, about)
             if found is not None:
                 return json.loads(found)
             if gone is not None:
@@ -93,10 +93,10 @@ class Letters:
         """Let go of the connection."""
         self._words.close()
 
-    def _find(self, sender: int, number: str) -> str | None:
+    def _find(self, sender: int, about: str) -> str | None:
         """Return the text of a letter if it is there."""
         found, _, num_chunks = self._words.read(f"letter/{sender}").partition(" ")
-        if found != number:
+        if found != about:
             return None
         return "".join(self._words.read(f"letter/{sender}/{index}") for index in range(int(num_chunks)))
 

@@ -15,7 +15,6 @@ import errno
 import io
 import os
 import pickle
-import shutil
 import zipfile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,13 +25,13 @@ from torch import Tensor
 
 from zero_strategy.bucket import Bucket
 from zero_strategy.checkpoint.durable import CHUNK_BYTES
-from zero_strategy.checkpoint.format import MANIFEST_NAME
 from zero_strategy.checkpoint.opened import OpenCheckpoint
-from zero_strategy.checkpoint.verifying import nth_part
+from zero_strategy.checkpoint.staging import anything, delete
 from zero_strategy.comm.together import agreed
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError, ConfigError, ZeroError
 from zero_strategy.estimate import ADAM_STATE_BYTES, FP32_MASTER_BYTES
+from zero_strategy.layout import nth_part
 from zero_strategy.log import log_event, log_once
 
 STATE_DICT_TYPES = ("full", "sharded")  # a file, a folder
@@ -236,14 +235,13 @@ def save_file(checkpoint_io: Any, path: Any, content: dict[str, Any], storage_op
 def remove(checkpoint_io: Any, path: Any) -> None:
     """Delete a checkpoint of either kind; to be called on rank 0.
 
-    A folder loses its manifest first, so that whoever looks in between finds it incomplete, not damaged.
+    Raises:
+        CheckpointError: A save into the folder is going on.
     """
     if isinstance(path, str | os.PathLike) and os.path.islink(_without_scheme(path)):
         os.unlink(_without_scheme(path))
     elif is_folder(path):
-        folder = _without_scheme(path)
-        Path(folder, MANIFEST_NAME).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        delete(Path(_without_scheme(path)), anything)
     else:
         checkpoint_io.remove_checkpoint(path)
 
@@ -257,7 +255,7 @@ def link(target: Any, path: Any) -> None:
     """
     place = Path(_without_scheme(path))
     if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place)
+        delete(place, anything)
     beside = place.with_name(f".{place.name}.new")
     beside.unlink(missing_ok=True)
     beside.symlink_to(os.path.relpath(_without_scheme(target), place.parent))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zero_strategy.checkpoint.elements import dtype_name
 from zero_strategy.checkpoint.extra import encode_extra
-from zero_strategy.checkpoint.format import BufferRecord, HFRecord, OptimizerRecord, ParamRecord
+from zero_strategy.checkpoint.full_weights import EXTRA_STATE
 from zero_strategy.checkpoint.hf import read_config
 from zero_strategy.checkpoint.importers.deepspeed_files import Files, check_complete, find_files
 from zero_strategy.checkpoint.importers.deepspeed_layout import Shape
@@ -40,6 +40,7 @@ from zero_strategy.checkpoint.importers.deepspeed_states import (
     read_rank,
 )
 from zero_strategy.checkpoint.importers.imported import Imported, files_id
+from zero_strategy.checkpoint.records import BufferRecord, HFRecord, OptimizerRecord, ParamRecord
 from zero_strategy.errors import CheckpointError
 from zero_strategy.optim.full_state import as_json
 
@@ -68,7 +69,6 @@ _OWN_KEYS = {
     "ds_version",
 }
 _KEPT_KEYS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
-_EXTRA_STATE = "_extra_state"  # torch's own name for what a module keeps beside parameters and buffers
 _DTYPE_BLOCKS = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}  # of a config -> dtype
 
 
@@ -172,7 +172,7 @@ def _whole_params(
         whole |= {name: model.frozen[name] for name in model.frozen_shapes}
     lost = []
     for name, value in model.module.items():
-        if name in known or name in whole or not isinstance(value, Tensor) or name.endswith(_EXTRA_STATE):
+        if name in known or name in whole or not isinstance(value, Tensor) or name.endswith(EXTRA_STATE):
             continue
         if first.cuts_by_param and value.numel() == 0:
             lost.append(name)
@@ -293,7 +293,7 @@ def _extra(model: ModelState, notes: list[str]) -> dict[str, object]:
 
 def _module_states(model: ModelState, notes: list[str] | None) -> dict[str, object]:
     """Return what modules keep beside tensors; with notes, what cannot be stored is left out and noted."""
-    found = {name: value for name, value in model.module.items() if name.rpartition(".")[2] == _EXTRA_STATE}
+    found = {name: value for name, value in model.module.items() if name.rpartition(".")[2] == EXTRA_STATE}
     return found if notes is None else _storable(found, "module", notes)
 
 

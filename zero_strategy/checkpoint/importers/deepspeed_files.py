@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_strategy.errors import CheckpointError
+from zero_strategy.errors import CheckpointError, some
 
 _OPTIM = re.compile(
     r"(?P<prefix>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
@@ -30,7 +30,7 @@ _ELSEWHERE = (
         "expert parallelism (files of experts)",
     ),
 )
-MAX_LISTED = 6  # names
+MAX_ABSENT = 8  # ranks that are named, and one to show that there are more
 
 
 class Files(NamedTuple):
@@ -108,7 +108,7 @@ def check_complete(files: Files, world_size: int, *, is_model_sharded: bool) -> 
         raise _missing(files.folder, missing, f"the files of all {world_size} ranks")
     surplus = [path.name for rank, path in sorted((files.model | files.optim).items()) if rank >= world_size]
     if surplus:
-        why = f"Its files say {world_size} ranks, and there are files of more: {_some(surplus)}."
+        why = f"Its files say {world_size} ranks, and there are files of more: {some(surplus)}."
         raise mixed(files.folder, why)
 
 
@@ -126,8 +126,7 @@ def mixed(folder: Path, why: str) -> CheckpointError:
 
 def _absent(present: Collection[int], world_size: int) -> list[int]:
     """Return ranks that are not there: few, as the number of ranks may be anything in a damaged file."""
-    # So many ranks have at least MAX_LISTED + 1 that are absent, or are all of them.
-    looked_at = range(min(world_size, len(present) + MAX_LISTED + 1))
+    looked_at = range(min(world_size, len(present) + MAX_ABSENT + 1))
     return [rank for rank in looked_at if rank not in present]
 
 
@@ -153,14 +152,14 @@ def _refuse_other_splits(folder: Path, names: Sequence[str]) -> None:
 def _unsupported(folder: Path, kind: str, names: Sequence[str]) -> CheckpointError:
     return CheckpointError(
         what=f"{folder} was saved with {kind}, which is not imported.",
-        why=f"Weights are then split in more ways than over data-parallel ranks: {_some(names)}.",
+        why=f"Weights are then split in more ways than over data-parallel ranks: {some(names)}.",
         fix="Export whole weights in DeepSpeed, and load them with engine.load_full_state_dict.",
     )
 
 
 def _missing(folder: Path, names: Sequence[str], what: str) -> CheckpointError:
     return CheckpointError(
-        what=f"{folder} is incomplete: {_some(names)} {'is' if len(names) == 1 else 'are'} missing.",
+        what=f"{folder} is incomplete: {some(names)} {'is' if len(names) == 1 else 'are'} missing.",
         why=f"Without {what} a part of every weight would be missing.",
         fix="Copy the files of all nodes into one folder: with node-local disks each has only its own.",
     )
@@ -169,12 +168,7 @@ def _missing(folder: Path, names: Sequence[str], what: str) -> CheckpointError:
 def _without_zero(folder: Path, names: Sequence[str]) -> CheckpointError:
     return CheckpointError(
         what=f"{folder} holds no optimizer files of ZeRO (*_optim_states.pt).",
-        why=f"It was saved without ZeRO, or they were not copied. It holds {_some(names)}.",
+        why=f"It was saved without ZeRO, or they were not copied. It holds {some(names)}.",
         fix="With ZeRO: copy the files of all ranks. Without it: pass engine.load_full_state_dict the whole "
         'weights, torch.load("mp_rank_00_model_states.pt", weights_only=True)["module"].',
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more

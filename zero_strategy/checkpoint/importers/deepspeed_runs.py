@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_strategy.checkpoint.format import model_tensor_name, optim_tensor_name
 from zero_strategy.checkpoint.importers.deepspeed_files import Files, mixed
 from zero_strategy.checkpoint.importers.deepspeed_layout import (
     Fragment,
@@ -30,6 +29,7 @@ from zero_strategy.checkpoint.importers.deepspeed_states import (
     read_model,
     read_rank,
 )
+from zero_strategy.checkpoint.records import model_tensor_name, optim_tensor_name
 from zero_strategy.checkpoint.save import Run
 
 
@@ -64,6 +64,12 @@ class RankReader:
 
     def runs_of(self, rank: int) -> Iterator[Run]:
         """Yield what a rank has saved.
+
+        Args:
+            rank: Of the run that saved it.
+
+        Yields:
+            Elements of weights, moments and the like, once over all ranks, mapped from the rank's files.
 
         Raises:
             CheckpointError: Its files are damaged, or of another save than rank 0's.

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero_strategy.checkpoint.importers import deepspeed_files
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME
+from zero_strategy.checkpoint.own_files import MANIFEST_NAME
 from zero_strategy.checkpoint.tags import LATEST_NAME, MAX_TAG_BYTES, check_tag
-from zero_strategy.errors import CheckpointError, ConfigError
-
-MAX_LISTED = 8  # names
+from zero_strategy.errors import CheckpointError, ConfigError, some
 
 
 class Source(NamedTuple):
@@ -120,7 +118,7 @@ def _candidates(given: Path, tag: str | None) -> Iterator[Path]:
     if len(inner) > 1:
         raise _not_importable(
             f"{given} holds {len(inner)} checkpoints of DeepSpeed, and no file {LATEST_NAME!r} names one.",
-            f"They are: {', '.join(path.name for path in inner[:MAX_LISTED])}.",
+            f"They are: {some(path.name for path in inner)}.",
             f"Choose one with --tag, such as --tag {inner[-1].name}.",
         )
     yield from inner
@@ -140,9 +138,7 @@ def _named_by(latest: Path) -> Path:
 
 
 def _listed(folder: Path) -> str:
-    names = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return (", ".join(names[:MAX_LISTED]) or "nothing") + more
+    return some(sorted(path.name + "/" * path.is_dir() for path in folder.iterdir()))
 
 
 def _not_importable(what: str, why: str, fix: str) -> CheckpointError:

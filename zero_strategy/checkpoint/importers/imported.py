@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,21 +18,19 @@ from typing import Any, NamedTuple
 from pydantic import JsonValue
 from tqdm import tqdm
 
-from zero_strategy.checkpoint.folders import unlock_folder
-from zero_strategy.checkpoint.format import (
-    MANIFEST_NAME,
+from zero_strategy.checkpoint.elements import dtype_name
+from zero_strategy.checkpoint.manifest import Manifest
+from zero_strategy.checkpoint.own_files import MANIFEST_NAME, foreign_files
+from zero_strategy.checkpoint.parts import Description, manifest_of
+from zero_strategy.checkpoint.records import (
     BufferRecord,
     HFRecord,
-    Manifest,
     OptimizerRecord,
     ParamRecord,
-    dtype_name,
     file_metadata,
     new_checkpoint_id,
     rank_file_name,
 )
-from zero_strategy.checkpoint.manifest import foreign_files
-from zero_strategy.checkpoint.parts import Description, manifest_of
 from zero_strategy.checkpoint.safetensors_io import SafetensorsWriter, TensorSpec
 from zero_strategy.checkpoint.save import Run, encode_with_modules
 from zero_strategy.checkpoint.staging import begin, publish, staging_of, undo
@@ -119,19 +116,18 @@ def write(imported: Imported, out: str | os.PathLike[str], *, force: bool) -> Im
     checkpoint_id, description = new_checkpoint_id(), _description(imported, extra)
     manifest_of(description, checkpoint_id, [])  # what it would refuse is refused before anything is written
     staging = staging_of(target, checkpoint_id, in_place=target.exists())
-    lock = begin(staging, is_alone=False)
+    lock = begin(staging, num_bytes=total_bytes)
     try:
-        _check_space(staging.target, total_bytes)
         tables = _write_files(staging.target, checkpoint_id, imported.world_size, runs_of, total_bytes)
         tables[0][-1] = [record.plain_state for record in imported.optimizers]
-        manifest_of(description, checkpoint_id, tables).write(staging.target)
+        manifest = manifest_of(description, checkpoint_id, tables)
+        manifest.write(staging.target, is_commit=staging.is_in_place)
         publish(staging)
     except BaseException:
         undo(staging, checkpoint_id)
         raise
     finally:
-        if lock is not None:
-            unlock_folder(lock)
+        lock.release()
     class_name = imported.optimizers[0].class_name if imported.optimizers else None
     return ImportReport(
         target, imported.source, len(imported.params), total_bytes, class_name, imported.notes
@@ -219,12 +215,6 @@ def _is_of(target: Path, source: dict[str, JsonValue]) -> bool:
         found = json.dumps(extra, sort_keys=True)
         return f'"{SOURCE_KEY}": {json.dumps(source, sort_keys=True)}' in found
     return False
-
-
-def _check_space(target: Path, num_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(target).free
-    if free_bytes < num_bytes:
-        raise _not_written(target, f"it needs {num_bytes} bytes and the disk has {free_bytes}")
 
 
 def _not_written(target: Path, why: str) -> CheckpointError:

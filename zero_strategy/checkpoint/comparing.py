@@ -7,13 +7,12 @@ of its machine's memory. Called by `opened`; it reads no data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from zero_strategy.checkpoint.format import Manifest, Piece, TensorEntry, param_of
+from zero_strategy.checkpoint.manifest import Manifest
 from zero_strategy.checkpoint.parts import Parts
-
-T = TypeVar("T")
+from zero_strategy.checkpoint.records import Piece, TensorEntry, param_of
+from zero_strategy.layout import nth_part
 
 
 class Stored(NamedTuple):
@@ -87,22 +86,3 @@ def _ranges_of_ranks(parts: Parts) -> dict[str, list[_Range]]:
 
 def _needed_by(piece: Piece, ranges: list[_Range]) -> list[int]:
     return [there.rank for there in ranges if there.start < piece.stop and piece.start < there.stop]
-
-
-def nth_part(items: Sequence[T], sizes: Sequence[int], rank: int, world_size: int) -> Iterator[T]:
-    """Yield a rank's part of some items: neighbours, that have as many bytes as any other rank's.
-
-    Args:
-        items: The same on all ranks.
-        sizes: Of each, in bytes; one of no bytes may be nobody's.
-        rank: This one.
-        world_size: How many there are.
-
-    Yields:
-        Items that no other rank is given.
-    """
-    total_bytes, before_bytes = max(1, sum(sizes)), 0
-    for item, num_bytes in zip(items, sizes, strict=True):
-        if before_bytes * world_size // total_bytes == rank:
-            yield item
-        before_bytes += num_bytes
