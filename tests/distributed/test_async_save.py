@@ -29,7 +29,7 @@ from tests.harness import distributed, expect_error, rank, run_ranks, subtest, w
 from tests.launching import TORCHRUN, Ended, run_script
 from tests.recorder import logged
 from zero_strategy.checkpoint.extra import MODULES_KEY
-from zero_strategy.checkpoint.format import Manifest
+from zero_strategy.checkpoint.manifest import Manifest
 from zero_strategy.comm import watch
 
 CHECKPOINT_ID = re.compile(rb"[0-9a-f]{16}")

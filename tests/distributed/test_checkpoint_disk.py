@@ -36,7 +36,7 @@ from tests.distributed.state_support import (
 )
 from tests.harness import distributed, expect_error, rank, run_ranks, subtest
 from tests.models import Mlp
-from zero_strategy.checkpoint.format import MANIFEST_NAME
+from zero_strategy.checkpoint.own_files import MANIFEST_NAME
 from zero_strategy.checkpoint.safetensors_io import RankFile
 from zero_strategy.cli import main
 

@@ -29,6 +29,7 @@ from zero_strategy.checkpoint.inspection import find_damage
 from zero_strategy.checkpoint.tags import tags_in
 
 SLOW = pytest.mark.slow
+MANY_POINTS = 60
 
 
 def states(num: int) -> Iterator[tuple[zs.ZeroEngine, dict[str, Any]]]:
@@ -50,7 +51,7 @@ def listing(folder: Path) -> list[str]:
 # -- killed ranks --
 
 
-def kill_later(point: int, kind: str, file_bytes: int) -> None:
+def kill_later(point: int, kind: str, file_bytes: int = 0) -> None:
     """Arrange for the end of this process, somewhere in the saves to come."""
     rng = random.Random(point)
     if kind == "byte":
@@ -90,6 +91,21 @@ def save_until_killed(outer: Path, point: int, kind: str, in_place: bool) -> Non
             engine.save_checkpoint(outer, extra={"number": 2}, tag=tags[1])
 
 
+def save_beside_training_until_killed(outer: Path, point: int, kind: str) -> None:
+    """As `save_until_killed`, of asynchronous saves; only rank 0 writes in this process, and not the data."""
+    engine, optimizer = engine_of(LAYOUTS[3])
+    train(engine.model, optimizer, 1)
+    engine.save_checkpoint(outer, extra={"number": 1}, tag="one", asynchronous=True)
+    engine.wait_for_checkpoint()
+    train(engine.model, optimizer, 1)
+    dist.barrier()
+    if rank() == (0 if kind == "operation" else point % 2):
+        kill_later(point, kind)
+    with pytest.raises(zs.ZeroError):
+        for _ in range(100):
+            engine.save_checkpoint(outer, extra={"number": 2}, tag="two", asynchronous=True)
+
+
 def find_what_is_left(outers: list[Path]) -> list[int]:
     """Load what each killed save has left, then save again; return which of the two saves was found."""
     expected = {number: state for number, (_, state) in enumerate(states(2), start=1)}
@@ -111,7 +127,7 @@ def find_what_is_left(outers: list[Path]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("num_points", [5, pytest.param(60, marks=SLOW)])
+@pytest.mark.parametrize("num_points", [5, pytest.param(MANY_POINTS, marks=SLOW)])
 def test_a_rank_killed_in_a_save_leaves_the_one_before_or_the_new_one(
     tmp_path: Path, num_points: int
 ) -> None:
@@ -125,39 +141,63 @@ def test_a_rank_killed_in_a_save_leaves_the_one_before_or_the_new_one(
             run_ranks(save_until_killed, 2, arguments)
     found = run_ranks(find_what_is_left, 2, {"outers": outers}, timeout=240)[0]
     assert len(found) == num_points and 1 in found
+    assert num_points < MANY_POINTS or 2 in found, "no rank was killed after the commit"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_points", [40])
+def test_a_rank_killed_beside_an_asynchronous_save_leaves_the_one_before_or_the_new_one(
+    tmp_path: Path, num_points: int
+) -> None:
+    outers = []
+    for point in range(num_points):
+        kind = ("operation", "time")[point % 2]
+        outers.append(tmp_path / f"{point}-{kind}")
+        with pytest.raises(AssertionError, match="exit code -"):
+            arguments = {"outer": outers[-1], "point": point, "kind": kind}
+            run_ranks(save_beside_training_until_killed, 2, arguments)
+    found = run_ranks(find_what_is_left, 2, {"outers": outers}, timeout=240)[0]
+    assert len(found) == num_points and set(found) == {1, 2}
 
 
 # -- full disks --
 
 
 @contextlib.contextmanager
-def small_files(num_bytes: int) -> Iterator[None]:
-    """Let no file of this process grow beyond a size: a write is cut short, the next one fails."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, old[1]))
+def small_files_of(pid: int, num_bytes: int) -> Iterator[None]:
+    """Let no file of a process grow beyond a size: a write is cut short, the next one fails."""
+    old = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, old[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, old)
 
 
-def save_on_full_disks(outer: Path, num_points: int) -> None:
+def save_on_full_disks(outer: Path, num_points: int, asynchronous: bool) -> None:
     """Save where one rank has too little space; what was there stays, and nothing else does."""
     saved = states(2)
     engine, before = next(saved)
-    engine.save_checkpoint(outer, extra={"number": 1}, tag="one")
+    engine.save_checkpoint(outer, extra={"number": 1}, tag="one", asynchronous=asynchronous)
+    engine.wait_for_checkpoint()
     names = listing(outer)
     sizes = [next((outer / "one").glob(f"rank-{number:05d}-*")).stat().st_size for number in range(2)]
-    sizes[0] = max(sizes[0], (outer / "one" / "manifest.json").stat().st_size)
+    if not asynchronous:  # then the manifest is written by the same process
+        sizes[0] = max(sizes[0], (outer / "one" / "manifest.json").stat().st_size)
     engine, _ = next(saved)
     other, _ = engine_of(LAYOUTS[1], seed=5)
     for point in range(num_points):
         rng = random.Random(point)
         broken, share = rng.randrange(2), rng.random()
-        limit = small_files(int(share * sizes[broken])) if rank() == broken else contextlib.nullcontext()
+        pid = engine.saves.writer.pid if asynchronous else os.getpid()
+        assert pid is not None
+        of_pid = small_files_of(pid, int(share * sizes[broken]))
+        limit = of_pid if rank() == broken else contextlib.nullcontext()
         with subtest(f"{point}: rank {broken}, {share:.2f} of its largest file"):
             with limit, pytest.raises(zs.CheckpointError) as info:
-                engine.save_checkpoint(outer, extra={"number": 2}, tag="two", keep_last=1)
+                options: dict[str, Any] = {"keep_last": 1, "asynchronous": asynchronous}
+                engine.save_checkpoint(outer, extra={"number": 2}, tag="two", **options)
+                engine.wait_for_checkpoint()
             assert f"[rank {broken}]" in str(info.value) and "File too large" in str(info.value)
             assert listing(outer) == names
             assert other.load_checkpoint(outer) == {"number": 1}
@@ -166,21 +206,30 @@ def save_on_full_disks(outer: Path, num_points: int) -> None:
     assert other.load_checkpoint(outer) == {"number": 2}
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("num_points", [3, pytest.param(60, marks=SLOW)])
-def test_a_full_disk_fails_the_save_and_leaves_what_was_there(tmp_path: Path, num_points: int) -> None:
-    run_ranks(save_on_full_disks, 2, {"outer": tmp_path, "num_points": num_points}, timeout=240)
+def test_a_full_disk_fails_the_save_and_leaves_what_was_there(
+    tmp_path: Path, num_points: int, asynchronous: bool
+) -> None:
+    arguments = {"outer": tmp_path, "num_points": num_points, "asynchronous": asynchronous}
+    run_ranks(save_on_full_disks, 2, arguments, timeout=240)
 
 
 @contextlib.contextmanager
-def small_file_system(folder: Path, num_bytes: int) -> Iterator[None]:
-    """Mount a file system of a size; skip where that is not permitted. For all ranks."""
+def little_space(folder: Path, num_bytes: int) -> Iterator[str]:
+    """Have little space in a folder, and return how the system says so. For all ranks.
+
+    A file system of that size; where none may be mounted, a limit for each rank's files of its part of it.
+    """
     command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
     done = [rank() != 0 or subprocess.run(command, capture_output=True, check=False).returncode == 0]
     dist.broadcast_object_list(done)
     if not done[0]:
-        pytest.skip("mounting a file system is not permitted here")
+        with small_files_of(os.getpid(), num_bytes // 4):  # two ranks, two checkpoints
+            yield "File too large"
+        return
     try:
-        yield
+        yield "No space left"
     finally:
         dist.barrier()
         if rank() == 0:
@@ -188,7 +237,7 @@ def small_file_system(folder: Path, num_bytes: int) -> Iterator[None]:
         dist.barrier()
 
 
-def save_into_small_file_systems(folder: Path, num_points: int) -> list[bool]:
+def save_with_little_space(folder: Path, num_points: int) -> list[bool]:
     """Save twice where there may be space for one save only; return which second saves had enough."""
     engine, optimizer = engine_of(LAYOUTS[3])
     train(engine.model, optimizer, 1)
@@ -196,19 +245,24 @@ def save_into_small_file_systems(folder: Path, num_points: int) -> list[bool]:
     dist.barrier()
     # Whole pages, and one for each folder and for `latest`.
     num_pages = sum(-(-path.stat().st_size // 4096) for path in (folder / "sized").iterdir()) + 4
-    (folder / "small").mkdir(exist_ok=True)
     outcomes = []
     for point in range(num_points):
         size_pages = int(num_pages * random.Random(point).uniform(1.0, 2.2))
-        with subtest(f"{point}"), small_file_system(folder / "small", size_pages * 4096):
-            outer = folder / "small" / "runs"
-            engine.save_checkpoint(outer, extra=1, tag="one")
+        small = folder / str(point)
+        small.mkdir(exist_ok=True)
+        outer = small / "runs"
+        with subtest(f"{point}"), little_space(small, size_pages * 4096) as text:
+            if text == "File too large":  # which would hold for the first save too
+                with small_files_of(os.getpid(), resource.RLIM_INFINITY):
+                    engine.save_checkpoint(outer, extra=1, tag="one")
+            else:
+                engine.save_checkpoint(outer, extra=1, tag="one")
             names = listing(outer)
             try:
                 engine.save_checkpoint(outer, extra=2, tag="two", keep_last=1)
                 outcomes.append(True)
             except zs.CheckpointError as error:
-                assert "No space left" in str(error)
+                assert text in str(error)
                 outcomes.append(False)
                 if "is complete" not in str(error):  # all but the pointer
                     assert listing(outer) == names
@@ -217,8 +271,8 @@ def save_into_small_file_systems(folder: Path, num_points: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("num_points", [3, pytest.param(40, marks=SLOW)])
-def test_a_file_system_without_space_leaves_what_was_there(tmp_path: Path, num_points: int) -> None:
-    outcomes = run_ranks(save_into_small_file_systems, 2, {"folder": tmp_path, "num_points": num_points})[0]
+def test_too_little_space_for_a_save_leaves_what_was_there(tmp_path: Path, num_points: int) -> None:
+    outcomes = run_ranks(save_with_little_space, 2, {"folder": tmp_path, "num_points": num_points})[0]
     assert False in outcomes and len(outcomes) == num_points
 
 

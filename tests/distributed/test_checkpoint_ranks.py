@@ -116,7 +116,12 @@ def save_big(folder: Path) -> None:
     engine, optimizer = big(2)
     engine.model(torch.ones(1, BIG_WIDTH)).sum().backward()
     optimizer.step()
+    engine.wait_for_weights()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    resident = count_of("status", "VmRSS")
     engine.save_checkpoint(folder)
+    grown, largest_bytes = count_of("status", "VmHWM") - resident, 4 * BIG_WIDTH**2
+    assert grown < largest_bytes, f"rank {rank()}: the save took {grown:,} bytes more"
 
 
 def count_of(file: str, key: str) -> int:
@@ -139,7 +144,7 @@ def load_big(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("saved_at", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_each_rank_reads_its_share_of_a_checkpoint_only_and_holds_no_more(
+def test_each_rank_writes_and_reads_its_share_of_a_checkpoint_only_and_holds_no_more(
     tmp_path: Path, saved_at: int
 ) -> None:
     run_ranks(save_big, saved_at, {"folder": tmp_path}, process_group=saved_at > 1)

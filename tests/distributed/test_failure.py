@@ -86,11 +86,15 @@ def test_ranks_that_have_parted_end_with_the_module_and_the_ranks() -> None:
 
 
 @distributed(world_size=2)
-def test_a_call_on_one_rank_only_is_a_parting_too() -> None:
+def test_a_call_on_one_rank_only_is_a_parting_too(tmp_path: Path) -> None:
     look_often()
+    with training() as (_, engine, _):
+        engine.save_checkpoint(tmp_path / "c")
     for name, call in {
-        "save": lambda engine: engine.full_state_dict(),
+        "gather": lambda engine: engine.full_state_dict(),
         "step": lambda engine: engine.optimizers[0].clip_grad_norm_(1.0),
+        "load": lambda engine: engine.load_checkpoint(tmp_path / "c"),
+        "wait": lambda engine: engine.wait_for_checkpoint(),
     }.items():
         parted = expect_error(zs.ShardingError, ["rank 0", "rank 1"])
         with subtest(name), training() as (_, engine, step), parted:

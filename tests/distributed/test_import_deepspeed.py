@@ -82,9 +82,39 @@ def model_loss(engine: Any, step: int, of_rank: int) -> float:
     return float(loss.detach())
 
 
+def load_whole(folder: Path, case: str, stage: int) -> None:
+    """Load at another number of ranks, and compare with what DeepSpeed's engine gave whole when it saved."""
+    model = build()
+    engine = sharded(model, stage=stage)
+    optimizer = engine.shard_optimizer(adamw(model))
+    engine.load_checkpoint(folder / case)
+    weights, state = engine.full_state_dict(), optimizer.state_dict()["state"]
+    if rank() == 0:
+        expected = load_file(FIXTURES / case / "state.safetensors")
+        names = {id(param): name for name, param in model.named_parameters()}
+        assert len(state) == sum(param.requires_grad for param in model.parameters())
+        for number, param in enumerate(optimizer.params()):
+            name = names[id(param)]
+            assert torch.equal(weights[name], expected[name]), name
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(state[number][key], expected[f"{key}/{name}"]), f"{key}/{name}"
+            assert int(state[number]["step"]) == STEPS_BEFORE
+    engine.close()
+
+
+def test_an_imported_checkpoint_loads_at_other_numbers_of_ranks_and_training_goes_on(tmp_path: Path) -> None:
+    for case in ("stage1-fp32", "stage3-fp32"):
+        import_checkpoint(FIXTURES / case, tmp_path / case)
+    run_ranks(load_whole, 3, {"folder": tmp_path, "case": "stage3-fp32", "stage": 2})
+    run_ranks(go_on_from, 2, {"folder": tmp_path / "stage1-fp32", "case": "stage1-fp32", "stage": 3})
+
+
 @pytest.mark.slow
 def test_training_goes_on_as_in_deepspeed_at_other_ranks_and_stages(tmp_path: Path) -> None:
     for case in GOES_ON:
         import_checkpoint(FIXTURES / case, tmp_path / case)
     run_ranks(go_on, 2, {"folder": tmp_path, "stages": [1, 3]})
     run_ranks(go_on, 1, {"folder": tmp_path, "stages": [1, 3]}, process_group=False)
+    for case in GOES_ON:
+        if case.endswith("fp32") and case != "stage1-fp32":
+            run_ranks(load_whole, 4, {"folder": tmp_path, "case": case, "stage": 1})
