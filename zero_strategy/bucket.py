@@ -19,7 +19,7 @@ from zero_strategy.buffers import empty_flat, free_storage, restore_storage, vie
 from zero_strategy.comm.collectives import Collectives, Handle
 from zero_strategy.comm.ledger import MemoryUse
 from zero_strategy.comm.ordered import as_bytes
-from zero_strategy.compat import get_versions, set_versions
+from zero_strategy.compat import get_versions, give_memory, set_versions
 from zero_strategy.errors import ShardingError
 from zero_strategy.gradient_wire import GradWire
 from zero_strategy.late import late_class
@@ -214,6 +214,47 @@ class Bucket:
             self.param_shard = self.param_shard.clone()
             self._free()
         return source
+
+    def room_for_own(self) -> Tensor:
+        """Allocate memory for this rank's part alone, to be filled and given to `adopt_own`.
+
+        Returns:
+            [owned_numel] zeros, in fp32 if the parameters are to be rounded.
+        """
+        if any(param.dtype != self.flat.dtype for param in self.params):
+            return empty_flat(self.owned_numel, torch.float32, self.flat.device).zero_()
+        if self.policy.shard_params:
+            return empty_flat(self.owned_numel, self.flat.dtype, self.flat.device).zero_()
+        restore_storage(self.flat)
+        return self._own_range(self.flat).zero_()
+
+    def adopt_own(self, own: Tensor) -> Tensor | None:
+        """Take over values of which every rank has its part, for parameters on meta. Collective.
+
+        Args:
+            own: From `room_for_own`, filled.
+
+        Returns:
+            As `adopt`.
+        """
+        is_rounded = own.dtype != self.flat.dtype
+        if self.policy.shard_params:
+            self.param_shard = own.to(self.flat.dtype) if is_rounded else own
+            stand_in = placeholder(self.flat.dtype, self.flat.device)
+            for param in self.params:
+                give_memory(param, stand_in.expand(param.shape))
+            self.state.free()
+            self.is_whole = False
+            return own if is_rounded else None
+        if is_rounded:
+            restore_storage(self.flat)
+            self.param_shard.copy_(own)
+        if self.policy.shard_optim:
+            self._collectives.all_gather(self.flat, self.name).wait()
+        for param, view in zip(self.params, self.views(self.flat), strict=True):
+            give_memory(param, view)
+        self.state.show()
+        return own if is_rounded else None
 
     # -- parameters --
 

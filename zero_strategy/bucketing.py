@@ -11,6 +11,10 @@ without the user naming it. What is in no unit belongs to the root and stays who
 the end of its backward. A parameter that two units share belongs to the root. A module that routes tokens
 among experts is one unit with all of them: which experts run depends on a rank's data, and ranks must gather
 the same things in the same order.
+
+Adapters (PEFT's) are put around a layer and read its weights, and those of their own parts, without calling
+them: no unit begins inside of one. Their bare parameters, which no module of their own is called for, belong
+to the root: AdaLoRA reads those of all layers after the last one.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ from torch import Tensor, nn
 from zero_strategy.compat import storage_id
 from zero_strategy.config import ZeroConfig
 from zero_strategy.errors import ConfigError
+
+# What PEFT calls the module that a layer of its own is put around.
+ADAPTED = ("base_layer", "original_module")
 
 
 @dataclass(frozen=True)
@@ -104,13 +111,14 @@ def plan_buckets(model: nn.Module, config: ZeroConfig) -> list[BucketPlan]:
     policy = _POLICY_OF_STAGE[config.stage]
     units = find_units(model, config) if policy.shard_params else {}
     persistent = _persistent(model, config) if policy.shard_params else set()
+    bare = _bare_of_adapters(model) if policy.shard_params else set()
     owners = _owners(model)
     groups: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
     for fqn, param in model.named_parameters():
         kept_whole = not policy.shard_params or param in persistent
         homes = {units.get(owner, model) for owner in owners[param]}
         kind = _Kind(
-            unit=model if kept_whole or len(homes) > 1 else homes.pop(),
+            unit=model if kept_whole or len(homes) > 1 or param in bare else homes.pop(),
             trainable=param.requires_grad,
             dtype=_dtype_once_sharded(param.dtype, config),
             policy=whole_policy if kept_whole else policy,
@@ -310,6 +318,19 @@ def _persistent(model: nn.Module, config: ZeroConfig) -> set[nn.Parameter]:
     return chosen
 
 
+def _bare_of_adapters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that adapters hold in dictionaries, not in modules. See [Note: Units]."""
+    adapters = [module for module in model.modules() if _is_adapter(module)]
+    held = [
+        child for module in adapters for child in module.children() if isinstance(child, nn.ParameterDict)
+    ]
+    return {param for child in held for param in child.parameters()}
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    return any(name in ADAPTED for name, _ in module.named_children())
+
+
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
     """Return, for every parameter, the modules that hold it directly."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
@@ -327,12 +348,13 @@ def _descend(module: nn.Module, config: ZeroConfig, prefix: str = "") -> Iterato
     for name, child in children:
         fqn = f"{prefix}{name}"
         is_member = isinstance(module, nn.ModuleList) or classes[type(child)] > 1
-        is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        # These are never called, so nobody would notice their use.
+        is_container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
         # An encoder and a decoder of one class are no repeated blocks: their layers are.
         is_stack = not isinstance(module, nn.ModuleList) and _has_layers(child)
         if (is_member and not is_container and not is_stack) or _is_leaf(child, fqn, config):
             yield child
-        else:
+        elif not _is_adapter(child):
             yield from _descend(child, config, f"{fqn}.")
 
 

@@ -27,6 +27,8 @@ from zero_strategy.compat import without_torch_function
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine_checks import (
     agreed_config,
+    check_adapters_have_values,
+    check_not_placed_by_others,
     check_not_sharded,
     check_not_wrapped,
     loss_of_other_weights,
@@ -102,7 +104,11 @@ class ZeroEngine(EngineState):
         self._collectives = Collectives(topology, self.ledger)
         self.watch, self.stop = topology.watch, self._collectives.stop
         self._collectives.agree(
-            check_not_sharded(model) or check_model(model) or check_first_values(model, param_init_fn, device)
+            check_not_sharded(model)
+            or check_not_placed_by_others(model)
+            or check_model(model)
+            or check_adapters_have_values(model, param_init_fn)
+            or check_first_values(model, param_init_fn, device)
         )
         self.config = agreed_config(config, self._collectives)
         self._collectives.require_same(describe_model(model), "The model")

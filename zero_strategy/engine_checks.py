@@ -13,11 +13,15 @@ from torch.optim import Optimizer
 
 from zero_strategy import root_methods
 from zero_strategy.bucket import FREED_VERSION
+from zero_strategy.bucketing import ADAPTED
 from zero_strategy.comm.collectives import Collectives
 from zero_strategy.config import ZeroConfig
 from zero_strategy.errors import ConfigError, ShardingError
+from zero_strategy.first_weights import FirstWeights
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.reducer import is_watched
+
+_QUANTISERS = {"bitsandbytes", "torchao", "hqq", "optimum", "gptqmodel", "awq", "quark", "fouroversix"}
 
 
 def agreed_config(source: Any, collectives: Collectives) -> ZeroConfig:
@@ -64,6 +68,66 @@ def check_not_sharded(model: nn.Module) -> ConfigError | None:
                 fix="Shard the model that holds all its parameters, once.",
             )
     return None
+
+
+def check_not_placed_by_others(model: nn.Module) -> ConfigError | None:
+    """Return why what a loader has made of a model cannot be sharded: placed, or quantised; or None."""
+    for name, module in model.named_modules():
+        hook = vars(module).get("_hf_hook")
+        if hook is not None:
+            return ConfigError(
+                what=f"Module {name or 'the root'!r} has a {type(hook).__name__} of Accelerate's: the "
+                "model was placed by device_map.",
+                why="The hook moves weights before and after every forward; in between they may be on disk "
+                "or on meta, and the engine would shard what happens to be there.",
+                fix="Load the model without device_map. One that is too large for a rank: "
+                "zero_strategy.transformers.sharded_from_pretrained at stage 3.",
+            )
+        method = vars(module).get("quantization_method")
+        if method is not None:
+            return _quantised(
+                f"Module {name or 'the root'!r} ({type(module).__name__}) was quantised "
+                f"by {getattr(method, 'value', method)}."
+            )
+    for fqn, param in model.named_parameters():
+        package = type(param).__module__.partition(".")[0]
+        if package in _QUANTISERS:
+            return _quantised(f"Parameter {fqn!r} is a {type(param).__name__} of {package}.")
+    return None
+
+
+def check_adapters_have_values(model: nn.Module, param_init_fn: object) -> ConfigError | None:
+    """Return which adapters are on meta, where nobody would start them as PEFT does; or None."""
+    if param_init_fn is not None:
+        return None
+    stored = FirstWeights(model)
+    empty = [
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if (adapted := [part for part, _ in module.named_children() if part in ADAPTED])
+        for key, param in module.named_parameters()
+        if param.is_meta and param not in stored and key.partition(".")[0] not in adapted
+    ]
+    if not empty:
+        return None
+    return ConfigError(
+        what=f"{len(empty)} parameters of adapters are on the meta device, {empty[0]!r} among them.",
+        why="An adapter starts from values of its own (LoRA's B from zero), which reset_parameters() of its "
+        "parts does not give.",
+        fix="Build it with low_cpu_mem_usage=False, or load its weights (PeftModel.from_pretrained) before "
+        "the model is sharded. On a model of sharded_from_pretrained: "
+        "zero_strategy.peft.start_adapters(model).",
+    )
+
+
+def _quantised(what: str) -> ConfigError:
+    return ConfigError(
+        what=what,
+        why="Quantised weights are packed, with scales kept beside the parameters: a flat range of them is "
+        "no range of weights. Sharding them is not built yet.",
+        fix="Load the base in bf16: at stage 3 every rank holds its part of it only. Adapters in fp32 on a "
+        "bf16 base are fine.",
+    )
 
 
 # -- what is found out later --

@@ -7,7 +7,7 @@ is `full_weights`' business, what a folder looks like `save`'s and `opened`'s. I
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from zero_strategy.checkpoint.save import Destination, save
 from zero_strategy.checkpoint.saves import IfBusy, Saves
 from zero_strategy.checkpoint.sixteen_bit import save_16bit
 from zero_strategy.comm.collectives import Collectives
+from zero_strategy.compat import without_torch_function
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine_checks import gathers_unasked, not_a_parameter
 from zero_strategy.intact import check_intact
@@ -64,20 +65,51 @@ class EngineState:
         self._publisher.wait()
 
     @contextmanager
-    def unsharded_params(self, writeback: bool = False) -> Iterator[None]:
-        """Make all parameters whole for a block of code. Collective, also at the end if `writeback`.
+    def unsharded_params(
+        self, writeback: bool = False, *, params: Iterable[nn.Parameter] | None = None
+    ) -> Iterator[None]:
+        """Make parameters whole for a block of code. Collective, also at the end if `writeback`.
 
         Args:
             writeback: Keep what the block has written, rank 0's on all ranks, in the shards and the masters.
                 Otherwise the block must not write: at stage 3 it would be lost.
+            params: Those that the block needs, such as the adapters of a large model; the same on all ranks.
+                What lies in the same buckets is whole as well. By default all.
         """
-        self._begin_call("unsharded_params")
-        with self._lifecycle.all_whole():
+        wanted = None if params is None else [param for param in params if param in self._places]
+        count = "" if wanted is None else f"{len(wanted)} parameters"
+        self._begin_call("unsharded_params", count)
+        with self._lifecycle.whole(wanted):
             yield
             if writeback:
-                for bucket in self.buckets:
+                for bucket in self._buckets_of(wanted):
                     bucket.take_written()
                 self._masters.take_params()
+
+    @contextmanager
+    def grads_in_place(self, params: Iterable[nn.Parameter] | None = None) -> Iterator[None]:
+        """Have the averaged gradients in `param.grad`, whole, for a block of code that reads them.
+        Collective.
+
+        Args:
+            params: Whose gradients; the same on all ranks. By default those of all parameters. The gradients
+                of no more than what is asked for are whole at once.
+        """
+        wanted = list(self._places if params is None else params)
+        for param in wanted:
+            if param not in self._places:
+                raise not_a_parameter(param)
+        self._begin_call("grads_in_place", f"{len(wanted)} parameters")
+        by_id = set(map(id, wanted))
+        given: list[nn.Parameter] = []
+        try:
+            for bucket in self._buckets_of(wanted):
+                given += self._give_grads(bucket, by_id)
+            yield
+        finally:
+            with without_torch_function():
+                for param in given:
+                    param.grad = None
 
     @property
     def gathers_in_forward(self) -> bool:
@@ -103,14 +135,14 @@ class EngineState:
         self._begin_call("full_grad")
         if bucket.grads.shard is None or not bucket.grads.has_grad[index]:
             return None
-        grad = bucket.views(bucket.gather_shards(bucket.grads.shard))[index].clone()
-        if not self.loss_scaler.is_active:
-            return grad
-        owner = self._ownership.owner_of(param)
-        return grad.float() * (1 / self.loss_scaler.scale if owner is None else owner.grad_factor)
+        return self._unscaled(param, bucket.views(bucket.gather_shards(bucket.grads.shard))[index].clone())
 
     def full_state_dict(
-        self, dtype: torch.dtype | None = None, trainable_only: bool = False
+        self,
+        dtype: torch.dtype | None = None,
+        trainable_only: bool = False,
+        *,
+        names: Collection[str] | None = None,
     ) -> dict[str, Any]:
         """Gather whole weights on rank 0. Collective; memory for one bucket besides the result, there only.
 
@@ -118,6 +150,7 @@ class EngineState:
             dtype: Cast floating-point parameters to this; by default they keep theirs. fp32 gives the masters
                 where there are any, which are more precise than the parameters cast.
             trainable_only: Leave out frozen parameters and buffers.
+            names: Only these, the same on all ranks; buckets that hold none of them are not gathered.
 
         Returns:
             On rank 0 CPU tensors under the very keys of `model.state_dict()`, tied names sharing one tensor;
@@ -125,9 +158,15 @@ class EngineState:
         """
         self._require_all_intact("full_state_dict")
         masters = self._masters.weights_of if dtype == torch.float32 else None
-        return full_weights.gather(
-            self.model, self.buckets, self._collectives, masters, dtype=dtype, trainable_only=trainable_only
+        state = full_weights.gather(
+            self.model,
+            self._buckets_named(names),
+            self._collectives,
+            masters,
+            dtype=dtype,
+            trainable_only=trainable_only,
         )
+        return state if names is None else {name: state[name] for name in state if name in names}
 
     def save_16bit_model(
         self,
@@ -328,6 +367,39 @@ class EngineState:
         )
 
     # -- helpers --
+
+    def _buckets_of(self, params: Iterable[nn.Parameter] | None) -> list[Bucket]:
+        if params is None:
+            return list(self.buckets)
+        held = {self._places[param].bucket for param in params}
+        return [bucket for bucket in self.buckets if bucket in held]
+
+    def _buckets_named(self, names: Collection[str] | None) -> list[Bucket]:
+        if names is None:
+            return list(self.buckets)
+        every = self.model.named_parameters(remove_duplicate=False)
+        return self._buckets_of([param for name, param in every if name in names])
+
+    def _give_grads(self, bucket: Bucket, wanted: set[int]) -> list[nn.Parameter]:
+        """Put gradients where torch has them; return whose. Collective."""
+        if bucket.grads.shard is None:
+            return []
+        views = bucket.views(bucket.gather_shards(bucket.grads.shard))
+        given = []
+        for index, param in enumerate(bucket.params):
+            if id(param) in wanted and bucket.grads.has_grad[index]:
+                grad = self._unscaled(param, views[index]).to(views[index].dtype)
+                with without_torch_function():
+                    param.grad = grad.clone()
+                given.append(param)
+        return given
+
+    def _unscaled(self, param: nn.Parameter, grad: Tensor) -> Tensor:
+        """Return a gradient without what the loss was scaled by; in fp32 if it was."""
+        if not self.loss_scaler.is_active:
+            return grad
+        owner = self._ownership.owner_of(param)
+        return grad.float() * (1 / self.loss_scaler.scale if owner is None else owner.grad_factor)
 
     def _begin_call(self, name: str, arguments: str = "") -> None:
         """Find out whether all ranks make the same call, before their gathers are mixed up."""

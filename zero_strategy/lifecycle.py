@@ -15,7 +15,7 @@ needed again within `stage3_max_reuse_distance` is kept until then instead, if t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -67,7 +67,7 @@ class ParamLifecycle:
         self._backward = backward
         self._limits = limits
         self._num_users = dict.fromkeys(self._buckets, 0)
-        self._num_all_whole = 0  # how many `all_whole` are open
+        self._num_blocks = dict.fromkeys(self._buckets, 0)  # how many of the users are open `whole`
         self._uses_left = dict.fromkeys(self._buckets, 0)  # forwards that a backward has not passed yet
         self._live = LiveBuckets(limits.max_live_numel)
         self._order = NeedOrder()
@@ -95,16 +95,16 @@ class ParamLifecycle:
             return
         buckets = [bucket for bucket, _ in new]
         self._live.forget(old)
-        num_users, uses_left = self._num_users.pop(old), self._uses_left.pop(old)
-        for bucket in buckets:
-            self._num_users[bucket], self._uses_left[bucket] = num_users, uses_left
+        for counts in (self._num_users, self._uses_left, self._num_blocks):
+            num = counts.pop(old)
+            counts.update(dict.fromkeys(buckets, num))
         self._order.exchange(old, buckets)
         for table in (self._buckets, self._roots):
             _replace(table, old, buckets)
         for module, used in self._used.items():
             _replace(used, old, [bucket for bucket, plan in new if module in plan.modules])
-        if num_users:
-            for bucket in buckets:
+        for bucket in buckets:
+            if self._num_users[bucket]:
                 self._live.gather(bucket)
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class ParamLifecycle:
 
     def _on_forward_interrupt(self, beginning: nn.Module | None) -> None:
         # No module that was running has let go of what it held. The one that begins has its hold already.
-        self._num_users = dict.fromkeys(self._buckets, self._num_all_whole)
+        self._num_users = dict(self._num_blocks)
         if beginning is not None:
             for bucket in self._used.get(beginning, []):
                 self._num_users[bucket] += 1
@@ -188,23 +188,28 @@ class ParamLifecycle:
 
     @property
     def is_all_whole(self) -> bool:
-        """Whether `all_whole` has made everything whole at this moment."""
-        return self._num_all_whole > 0
+        """Whether `whole` has been asked for everything, and has not ended."""
+        return all(self._num_blocks.values())
 
     @contextmanager
-    def all_whole(self) -> Iterator[None]:
-        """Make everything whole for a block of code, outside of any pass and any limit. Collective."""
+    def whole(self, params: Iterable[nn.Parameter] | None) -> Iterator[None]:
+        """Make parameters whole for a block of code, outside of any pass and any limit. Collective.
+
+        Args:
+            params: Those whose buckets are wanted; None for all.
+        """
+        wanted = None if params is None else set(map(id, params))
         self._live.drop_ahead()
-        self._num_all_whole += 1
-        for bucket in self._buckets:
+        for bucket in self._holding(wanted):
+            self._num_blocks[bucket] += 1
             self._num_users[bucket] += 1
             if not bucket.is_whole:
                 self._live.gather(bucket)
         try:
             yield
         finally:
-            self._num_all_whole -= 1
-            for bucket in self._buckets:
+            for bucket in self._holding(wanted):  # anew: buckets may have been exchanged
+                self._num_blocks[bucket] -= 1
                 self._num_users[bucket] -= 1
                 if bucket.is_whole and not self._num_users[bucket]:
                     self._live.reshard(bucket, keep_written=False)
@@ -273,6 +278,9 @@ class ParamLifecycle:
         self._uses_left = dict.fromkeys(self._buckets, 0)
 
     # -- helpers --
+
+    def _holding(self, wanted: set[int] | None) -> list[Bucket]:
+        return [b for b in self._buckets if wanted is None or any(id(p) in wanted for p in b.params)]
 
     def _register(self, module: nn.Module, used: list[Bucket]) -> list[torch.utils.hooks.RemovableHandle]:
         # A recomputation may end by an exception, and `always_call` lets go all the same.

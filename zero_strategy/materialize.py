@@ -16,6 +16,11 @@ build submodules in the order in which they are registered. They are others if s
 (`model.apply(init)` after construction: pass it as `param_init_fn`). What has values keeps them: a real
 tensor, and a tied one that its first module has filled. The later module writes to a stand-in then, so that
 as many numbers are drawn as ever.
+
+[Note: Weights from files]
+Parameters that a source has (first_weights.py) are read, not filled, and before all others. Of a bucket of
+nothing else every rank reads its own part, and no more than that is allocated; where parameters stay whole
+the parts are gathered. In a bucket that has others too (a new head beside a norm), rank 0 reads them whole.
 """
 
 from __future__ import annotations
@@ -31,9 +36,11 @@ from torch import Tensor, nn
 from zero_strategy.bucket import Bucket
 from zero_strategy.bucketing import BucketPlan
 from zero_strategy.comm.collectives import Collectives
+from zero_strategy.comm.together import agreed
 from zero_strategy.comm.topology import usual_device
 from zero_strategy.compat import attention_reset, give_memory
 from zero_strategy.errors import ConfigError, first_line
+from zero_strategy.first_weights import FirstWeights
 from zero_strategy.log import log_event
 
 InitFn = Callable[[nn.Module], object]
@@ -59,6 +66,7 @@ def check_first_values(
     model: nn.Module, param_init_fn: InitFn | None, device: torch.device | str | None
 ) -> ConfigError | None:
     """Return why what is on meta cannot be filled, or None."""
+    stored = FirstWeights(model)
     if device is not None and torch.device(device).type == "meta":
         return ConfigError(
             what="device='meta' was asked for.",
@@ -71,10 +79,13 @@ def check_first_values(
             why="It is called with each module that owns parameters or buffers on the meta device.",
             fix="Pass a function of one module that fills its own parameters and buffers in place.",
         )
+    if error := stored.check(model):
+        return error
     claimed: set[int] = set()
     helpless = []
-    for name, module in _on_meta(model):
-        first = [key for key, tensor in _own(module).items() if tensor.is_meta and id(tensor) not in claimed]
+    for name, module in _on_meta(model, stored):
+        empty = _empty(module, stored)
+        first = [key for key, tensor in empty.items() if id(tensor) not in claimed]
         claimed.update(id(tensor) for tensor in _own(module).values())
         if first and _fill_of(module, param_init_fn) is None:
             helpless.append(f"{name or 'the root'!r} ({type(module).__name__}: {', '.join(first)})")
@@ -113,12 +124,13 @@ class Adoption:
         self._model = model
         self._device = device
         self._param_init_fn = param_init_fn
-        self._modules = list(_on_meta(model))
+        self._stored = FirstWeights(model)
+        self._modules = list(_on_meta(model, self._stored))
         self._places = {
             id(param): (bucket, index) for bucket, _ in buckets for index, param in enumerate(bucket.params)
         }
         self._names = {id(tensor): fqn for fqn, tensor in [*model.named_buffers(), *model.named_parameters()]}
-        self._meta = {id(t) for _, module in self._modules for t in _own(module).values() if t.is_meta}
+        self._meta = {id(t) for module in model.modules() for t in _own(module).values() if t.is_meta}
         self._waits = self._find_waits(buckets)
         self._rooms: dict[Bucket, list[Tensor]] = {}  # of buckets that are being filled
 
@@ -137,7 +149,8 @@ class Adoption:
         for buffer in self._model.buffers():
             if not buffer.is_meta:
                 buffer.data = buffer.data.to(self._device)
-        yield from self._adopt_ready()
+        yield from self._adopt_stored(collectives)
+        yield from self._adopt_ready(collectives)
         error: ConfigError | None = None
         for number, (name, module) in enumerate(self._modules, start=1):
             error = error or self._fill(name, module)
@@ -145,16 +158,47 @@ class Adoption:
                 waiting.discard(module)
             if number == len(self._modules) or not all(self._waits.values()):
                 collectives.agree(error)
-            yield from self._adopt_ready()
+            yield from self._adopt_ready(collectives)
+        self._stored.close()
         if self._modules and (left := _left_on_meta(self._model)):
             log_event(
                 f"Still on the meta device, because neither parameters nor buffers: {_first_five(left)}. To "
                 "compute with them, register them as buffers, or assign them in reset_parameters()."
             )
 
-    def _adopt_ready(self) -> Iterator[tuple[Bucket, Tensor]]:
+    def _adopt_stored(self, collectives: Collectives) -> Iterator[tuple[Bucket, Tensor]]:
+        """Adopt the buckets whose every value is in a file. See [Note: Weights from files]."""
+        if not self._stored:
+            return
+        collectives.require_same(self._stored.describe(), "What is to be loaded")
+        buckets = [bucket for bucket in self._waits if all(p in self._stored for p in bucket.params)]
+        rooms = agreed(collectives, lambda: [self._read_own(bucket) for bucket in buckets])
+        for bucket in buckets:
+            del self._waits[bucket]
+            unrounded = bucket.adopt_own(rooms.pop(0))
+            if unrounded is not None:
+                yield bucket, unrounded
+
+    def _read_own(self, bucket: Bucket) -> Tensor:
+        own = bucket.room_for_own()
+        for piece in bucket.slices:
+            part = own[piece.shard_start : piece.shard_start + piece.numel]
+            self._stored.read(bucket.params[piece.param_index], piece.param_start, part)
+        return own
+
+    def _read_whole(self, bucket: Bucket, is_first: bool) -> None:
+        for param in bucket.params:
+            if param in self._stored:
+                with torch.no_grad():
+                    self._make_real(param)
+                    if is_first:
+                        self._stored.read(param, 0, param.data.view(-1))
+
+    def _adopt_ready(self, collectives: Collectives) -> Iterator[tuple[Bucket, Tensor]]:
         for bucket in [bucket for bucket, waiting in self._waits.items() if not waiting]:
             del self._waits[bucket]
+            if any(param in self._stored for param in bucket.params):
+                agreed(collectives, partial(self._read_whole, bucket, collectives.rank == 0))
             self._rooms.pop(bucket, None)  # or the memory that values were rounded from would stay
             unrounded = bucket.adopt()
             if unrounded is not None:
@@ -187,7 +231,7 @@ class Adoption:
         if fill is None:
             return None  # all it has is tied to what another module has filled
         own = _own(module)
-        empty = {key: tensor for key, tensor in own.items() if tensor.is_meta}
+        empty = _empty(module, self._stored)
         others = [(tensor, tensor._version) for tensor in self._loaded_below(module)]
         try:
             with torch.inference_mode(False), torch.no_grad(), self._device:
@@ -245,8 +289,11 @@ class Adoption:
 # -- helpers --
 
 
-def _on_meta(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that own meta tensors with their names, children first, as `nn.Module.apply` goes."""
+def _on_meta(model: nn.Module, stored: FirstWeights) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules to fill with their names, children first, as `nn.Module.apply` goes.
+
+    Those are the ones that own tensors on meta whose values are in no file.
+    """
     seen: set[nn.Module] = set()
 
     def descend(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -255,7 +302,7 @@ def _on_meta(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         seen.add(module)
         for key, child in module.named_children():
             yield from descend(f"{name}.{key}" if name else key, child)
-        if any(tensor.is_meta for tensor in _own(module).values()):
+        if _empty(module, stored):
             yield name, module
 
     return descend("", model)
@@ -265,6 +312,12 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers that a module itself holds, by attribute."""
     pairs = [*module._parameters.items(), *module._buffers.items()]
     return {key: tensor for key, tensor in pairs if tensor is not None}
+
+
+def _empty(module: nn.Module, stored: FirstWeights) -> dict[str, Tensor]:
+    """Return what a module itself holds that has no values and is not read from a file, by attribute."""
+    own = _own(module).items()
+    return {key: tensor for key, tensor in own if tensor.is_meta and tensor not in stored}
 
 
 def _left_on_meta(model: nn.Module) -> list[str]:

@@ -58,6 +58,48 @@ def test_unsharded_params_nest_and_leave_everything_as_it_was() -> None:
 
 
 @distributed(world_size=2)
+def test_only_what_is_asked_for_is_gathered_and_written_back() -> None:
+    zero = Zero(ROUTES, stage=3)
+    zero.backward(route_loss(zero.model, 0))
+    zero.step()
+    before = zero.engine.full_state_dict()
+    wanted = [param for name, param in zero.model.named_parameters() if name.startswith("units.a.")]
+    recorder = Recorder(zero.engine)
+    with zero.engine.unsharded_params(writeback=True, params=wanted), torch.no_grad():
+        assert recorder.take() == ["+a"]
+        with zero.engine.unsharded_params():
+            assert sorted(recorder.take()) == ["+b", "+c", "+root"]
+        # What the inner block has gathered, and nothing else.
+        assert sorted(recorder.take()) == ["-b", "-c", "-root"]
+        wanted[0].add_(1)
+    assert_nothing_whole(zero.engine)
+    after = zero.engine.full_state_dict()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    first = next(name for name, param in zero.model.named_parameters() if param is wanted[0])
+    assert rank() or moved == {first}
+    zero.close()
+
+
+@distributed(world_size=2)
+@grid(stage=(0, 1, 2, 3))
+def test_gradients_in_place_are_the_whole_averaged_ones_and_gone_afterwards(stage: int) -> None:
+    zero = Zero(ROUTES, stage=stage)
+    zero.backward(route_loss(zero.model, 0))
+    wanted = {name: zero.engine.full_grad(param) for name, param in zero.model.named_parameters()}
+    assert any(grad is not None for grad in wanted.values())
+    some = [zero.model.get_parameter(next(name for name in wanted if name.startswith("units.a.")))]
+    for params in (None, some):
+        with zero.engine.grads_in_place(params):
+            for name, param in zero.model.named_parameters():
+                expected = wanted[name] if params is None or param is some[0] else None
+                assert (param.grad is None) == (expected is None), name
+                assert expected is None or torch.equal(param.grad, expected), name
+        assert all(param.grad is None for param in zero.model.parameters())
+    zero.step()
+    zero.close()
+
+
+@distributed(world_size=2)
 @grid(stage=(0, 1, 2, 3), bf16=(False, True))
 def test_writeback_takes_rank_0s_values_into_shards_and_masters(stage: int, bf16: bool) -> None:
     zero = Zero(Recipe(optimizer=partial(sgd, lr=0.0)), stage=stage, bf16=bf16)

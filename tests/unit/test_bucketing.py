@@ -217,6 +217,45 @@ def test_experts_are_one_unit_with_their_router() -> None:
     assert {find_units(alone, config())[module] for module in alone.moe.modules()} == {alone.moe}
 
 
+class AdaptedHead(nn.Module):
+    """A layer of the root with two adapters, held as PEFT holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(6, 5)
+        self.lora_A = nn.ModuleDict({name: nn.Linear(6, 2) for name in "ab"})
+        self.lora_B = nn.ModuleDict({name: nn.Linear(2, 5) for name in "ab"})
+
+
+class AdaptedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = AdaptedHead()
+        self.other = nn.Module()
+        self.other.base_layer = nn.Linear(6, 6)
+        self.other.lora_E = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2, 1))})
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AdaptedBlock() for _ in range(2))
+        self.head = AdaptedHead()
+        self.tables = nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in "ab"})
+        self.others = nn.ParameterDict({"c": nn.Parameter(torch.zeros(3))})
+
+
+def test_no_unit_begins_in_an_adapter_and_its_bare_parameters_belong_to_the_root() -> None:
+    model = Adapted()
+    assert unit_names(model) == ["blocks.0", "blocks.1"]
+    placed = homes(plan_buckets(model, config()))
+    in_root = {fqn for fqn, name in placed.items() if name.startswith("root")}
+    assert {fqn for fqn in placed if not fqn.startswith("blocks")} < in_root
+    assert {fqn for fqn in in_root if fqn.startswith("blocks")} == {
+        f"blocks.{number}.other.lora_E.a" for number in range(2)
+    }
+
+
 def test_a_module_named_as_a_leaf_is_one_unit_with_all_below_it() -> None:
     by_class = config(leaf_module={"classes": ["Router"]})
     by_name = config(leaf_module={"names": ["stages"]})

@@ -26,7 +26,7 @@ ORDER = [
     "comm.words", "comm.letters", "comm.watch", "comm.topology", "comm.ledger", "comm.ordered",
     "comm.collectives", "comm.together",
     "buffers", "placeholder", "late", "gradient_wire", "bucket_grads", "bucket",
-    "materialize", "module_buffers", "precision", "average",
+    "first_weights", "materialize", "module_buffers", "precision", "average",
     "passes", "need_order", "live_buckets", "lifecycle", "reducer",
     "optim.places", "optim.elementwise", "optim.clip", "optim.overflow", "optim.step_gradients",
     "optim.full_state", "optim.publish", "optim.slice_step", "optim.sharded_optimizer", "optim.ownership",
@@ -52,6 +52,7 @@ ORDER = [
     "root_methods", "report", "engine_checks", "engine_state", "engine", "clip_given", "ema",
     "front_ends.importing", "front_ends.upstream",
     "front_ends.settings", "front_ends.grad_scaler", "front_ends.engines", "front_ends.generation",
+    "peft.adapters", "peft.adalora", "peft.starting", "peft",
     "lightning", "accelerate", "transformers",
     "cli", "run",
 ]  # fmt: skip
@@ -92,7 +93,7 @@ FRAMEWORKS = {
     "peft",
     "trl",
 }
-MAY_IMPORT_FRAMEWORKS = {"lightning", "accelerate", "transformers"}
+MAY_IMPORT_FRAMEWORKS = {"peft", "lightning", "accelerate", "transformers"}
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
 

@@ -9,6 +9,7 @@ checkpoints in checkpoints.py. It must not know buckets or shards.
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,14 @@ from zero_strategy.accelerate.plugin import ZeroPlugin
 from zero_strategy.accelerate.upstream import require_tested
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError
-from zero_strategy.front_ends.engines import engine_for, find_engine, move_rest, reusable_engine
+from zero_strategy.first_weights import attached
+from zero_strategy.front_ends.engines import (
+    engine_for,
+    find_engine,
+    leave_out_frozen,
+    move_rest,
+    reusable_engine,
+)
 from zero_strategy.front_ends.generation import let_ranks_wait
 from zero_strategy.front_ends.grad_scaler import to_zero_scaler
 from zero_strategy.log import get_launched_world_size, log_once
@@ -163,7 +171,8 @@ class ZeroAccelerator(CheckpointMethods, GradientMethods):
         with self._compiling_later():
             # Without DDP, which is what evaluation means to Accelerate.
             model = super().prepare_model(model, moves and not engine_moves, evaluation_mode=True)
-        if not evaluation_mode or self._config.shards_params:
+        # What is on meta gets its values from an engine, trained or not.
+        if not evaluation_mode or self._config.shards_params or any(p.is_meta for p in inside.parameters()):
             self._give_engine(inside, moves)
             if model is not inside:  # the wrapper of torch.compile has a zero_grad of its own
                 model.zero_grad = inside.zero_grad  # type: ignore[method-assign]
@@ -178,6 +187,7 @@ class ZeroAccelerator(CheckpointMethods, GradientMethods):
             asked = f"by ZeroPlugin, with mixed_precision={self.mixed_precision!r}"
             engine = reusable_engine(engine, config, dtype=None, asked=asked)
         if engine is None:
+            _start_adapters(module)
             device = self.device if moves else None
             # What is made under the user's own inference_mode could not be trained later.
             with torch.inference_mode(False):
@@ -191,6 +201,7 @@ class ZeroAccelerator(CheckpointMethods, GradientMethods):
             if device is not None:
                 move_rest(module, device)
             let_ranks_wait(engine)
+        _serve_adapters(engine)
         self._share_loss_scale(engine)
         known = [other for other in self.living_engines() if other is not engine]
         self._engines = [weakref.ref(other) for other in [*known, engine]]
@@ -198,6 +209,7 @@ class ZeroAccelerator(CheckpointMethods, GradientMethods):
         self.state.zero_engines = [*of_process, weakref.ref(engine)]
         for wrapper in self._optimizers:  # prepared before their model
             if not wrapper.is_sharded and engine_for(wrapper.users, [engine]) is not None:
+                leave_out_frozen(wrapper.users, engine)
                 wrapper.attach(engine.shard_optimizer(wrapper.users))
 
     def _share_loss_scale(self, engine: ZeroEngine) -> None:
@@ -251,6 +263,8 @@ class ZeroAccelerator(CheckpointMethods, GradientMethods):
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer)
         engine = engine_for(optimizer, self.living_engines())
+        if engine is not None:
+            leave_out_frozen(optimizer, engine)
         wrapper = ZeroOptimizer(
             optimizer if engine is None else engine.shard_optimizer(optimizer), self.scaler
         )
@@ -312,3 +326,19 @@ class ZeroAccelerator(CheckpointMethods, GradientMethods):
             engine.forget_optimizers()
         self._engines.clear()
         return super().free_memory(*objects)
+
+
+def _start_adapters(module: nn.Module) -> None:
+    """Give adapters their first values that were put around a model whose weights are still in files."""
+    if "peft" in sys.modules and attached(module):
+        from zero_strategy.peft.starting import start_adapters
+
+        start_adapters(module)
+
+
+def _serve_adapters(engine: ZeroEngine) -> None:
+    """Have calls of PEFT's work that look at gradients and weights, where the model may have adapters."""
+    if "peft" in sys.modules:
+        from zero_strategy.peft.adalora import serve
+
+        serve(engine)

@@ -57,11 +57,12 @@ def _gathered_parameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
     """Make parameters whole for a block of code; what rank `modifier_rank` writes is kept. Collective."""
-    with gathered_parameters(_living_engines(), params, modifier_rank, enabled):
+    with gathered_parameters(living_engines(), params, modifier_rank, enabled):
         yield
 
 
-def _living_engines() -> list[ZeroEngine]:
+def living_engines() -> list[ZeroEngine]:
+    """Return the engines of this process that Accelerators of ours have built and that still exist."""
     references = state_module.AcceleratorState._shared_state.get("zero_engines", [])
     engines = (reference() for reference in references)
     return [engine for engine in engines if engine is not None]

@@ -17,6 +17,7 @@ from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError
 from zero_strategy.front_ends.settings import shards_alike
+from zero_strategy.log import log_once
 
 
 def find_engine(module: nn.Module) -> ZeroEngine | None:
@@ -82,6 +83,22 @@ def move_rest(module: nn.Module, device: torch.device) -> None:
 def has_16_bit_weights(engine: ZeroEngine) -> bool:
     """Whether the engine keeps masters, which are more precise than its weights."""
     return any(param.is_floating_point() and param.element_size() < 4 for param in engine.model.parameters())
+
+
+def leave_out_frozen(optimizer: Optimizer, engine: ZeroEngine) -> None:
+    """Take frozen parameters of an engine's model out of an optimizer that is not sharded yet.
+
+    Under DDP they may be in it, since they get no gradient: `AdamW(model.parameters())` over a model with
+    adapters. To train one later, it is added then (`add_param_group`).
+    """
+    own = {id(param) for param in engine.model.parameters()}
+    num_left_out = 0
+    for group in optimizer.param_groups:
+        kept = [param for param in group["params"] if param.requires_grad or id(param) not in own]
+        num_left_out += len(group["params"]) - len(kept)
+        group["params"] = kept
+    if num_left_out:
+        log_once(f"{num_left_out} frozen parameters were in the optimizer; they are left out of it.")
 
 
 def _would_convert(module: nn.Module, dtype: torch.dtype | None) -> bool:

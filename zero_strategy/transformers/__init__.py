@@ -15,6 +15,9 @@ Modules, in the order in which they may import one another:
     configured      the optimizer and the schedule that a config describes
     methods         what stands in for methods of Trainer
     trainer         a mixin for one's own Trainer
+    recorded        tensors without values that remember how these come out of files
+    stored_params   the parameters of a model that are in files
+    loading         from_pretrained over them, so that no rank holds a copy
     rebinding       puts ours under transformers' names, when asked to
 """
 
@@ -25,10 +28,15 @@ from zero_strategy.accelerate.plugin import ZeroPlugin
 
 if TYPE_CHECKING:
     from zero_strategy.transformers.arguments import ZeroArgumentsMixin
+    from zero_strategy.transformers.loading import sharded_from_pretrained
     from zero_strategy.transformers.trainer import ZeroTrainerMixin
 
-__all__ = ["ZeroArgumentsMixin", "ZeroPlugin", "ZeroTrainerMixin"]
-_HOMES = {"ZeroArgumentsMixin": "arguments", "ZeroTrainerMixin": "trainer"}
+__all__ = ["ZeroArgumentsMixin", "ZeroPlugin", "ZeroTrainerMixin", "sharded_from_pretrained"]
+_HOMES = {
+    "ZeroArgumentsMixin": "arguments",
+    "ZeroTrainerMixin": "trainer",
+    "sharded_from_pretrained": "loading",
+}
 
 
 def __getattr__(name: str) -> Any:
