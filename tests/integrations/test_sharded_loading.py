@@ -142,7 +142,7 @@ def test_weights_are_those_of_from_pretrained_for_every_family(tmp_path: Path) -
 def test_each_rank_reads_its_part_of_the_files_and_no_more(tmp_path: Path) -> None:
     folder = saved(tmp_path / "llama", lambda: llama(width=120), max_shard_size="200KB")
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert size > 500_000 and len(list(folder.glob("*.safetensors"))) > 2
+    assert size > 400_000 and len(list(folder.glob("*.safetensors"))) > 2
     sharded_from_pretrained(transformers.LlamaForCausalLM, folder)  # imports what is read from now on
     for stage in STAGES:
         with subtest(f"stage {stage}"):
