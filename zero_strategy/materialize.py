@@ -170,7 +170,8 @@ class Adoption:
         """Adopt the buckets whose every value is in a file. See [Note: Weights from files]."""
         if not self._stored:
             return
-        collectives.require_same(self._stored.describe(), "What is to be loaded")
+        lines = agreed(collectives, self._stored.describe)
+        collectives.require_same(lines, "What is to be loaded")
         buckets = [bucket for bucket in self._waits if all(p in self._stored for p in bucket.params)]
         rooms = agreed(collectives, lambda: [self._read_own(bucket) for bucket in buckets])
         for bucket in buckets:

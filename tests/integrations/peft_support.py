@@ -143,7 +143,7 @@ def assert_engine(engine: zs.ZeroEngine, stage: int) -> None:
     assert comm["reduce_scatter"]["bytes_sent"] > 0 and comm["all_gather"]["bytes_sent"] > 0
     if stage == 3:
         whole_bytes = sum(p.numel() * p.element_size() for p in params)
-        assert memory["params"] < 0.7 * whole_bytes, (memory, whole_bytes)
+        assert memory["params"] < 0.8 * whole_bytes, (memory, whole_bytes)
         assert memory["unsharded"] == 0
     assert world_size() > 1 and all(param.grad is None for param in params)
 
