@@ -38,7 +38,7 @@ from tests.integrations.peft_support import (
 from zero_strategy.accelerate import ZeroAccelerator
 from zero_strategy.peft import update_and_allocate
 
-QUICK = ("lora, everywhere", "dora, everywhere", "modules to save", "trainable tokens")
+QUICK = ("dora, everywhere", "modules to save")
 
 
 def compare_with_ddp(kind: str, stages: tuple[int, ...]) -> None:
@@ -87,6 +87,7 @@ def with_two_adapters() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_adapters_are_switched_and_disabled_mid_run_as_under_ddp() -> None:
     plain = with_two_adapters()
@@ -103,6 +104,7 @@ def test_adapters_are_switched_and_disabled_mid_run_as_under_ddp() -> None:
             engine.close()
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_an_adapter_that_is_switched_on_later_is_trained_once_the_optimizer_has_it() -> None:
     for stage in STAGES:
@@ -120,6 +122,7 @@ def test_an_adapter_that_is_switched_on_later_is_trained_once_the_optimizer_has_
             engine.close()
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_merging_and_unmerging_in_unsharded_params_is_kept_and_undone() -> None:
     batch = batch_of(0, 0)
@@ -200,6 +203,7 @@ def test_adalora_chooses_ranks_as_under_ddp() -> None:
 # -- 16 bits -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_fp32_adapters_on_a_bf16_base_share_blocks_and_train_as_under_ddp() -> None:
     def build() -> nn.Module:
@@ -237,6 +241,7 @@ def test_what_cannot_be_sharded_is_refused_by_name_and_reason() -> None:
             train(model, optimizer, 1)
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_a_base_that_device_map_has_placed_is_refused_by_name(tmp_path: Path) -> None:
     if rank() == 0:
@@ -273,6 +278,7 @@ def run_script(accelerator: Any, kind: str) -> tuple[list[float], dict[str, torc
     return losses, accelerator.get_state_dict(model)
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_accelerate_scripts_with_adapters_run_unchanged() -> None:
     for kind in ("adalora", "dora"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_saved_adapters_are_small_and_load_in_plain_peft_with_the_same_logits(tmp_path: Path) -> None:
     for kind in SAVED:
@@ -113,6 +115,7 @@ def other_kind(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_adapters_resume_under_strict_load_from_what_is_trained_alone(tmp_path: Path) -> None:
     for stage in STAGES:
@@ -137,6 +140,7 @@ def test_adapters_resume_under_strict_load_from_what_is_trained_alone(tmp_path: 
             engine.close()
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=60)
 def test_plain_save_pretrained_at_stage_3_is_an_error_and_no_file_of_nothing(tmp_path: Path) -> None:
     model = adapted(llama(), lora())
@@ -147,6 +151,7 @@ def test_plain_save_pretrained_at_stage_3_is_an_error_and_no_file_of_nothing(tmp
     engine.close()
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=60)
 def test_pissa_is_saved_as_the_lora_that_its_residual_base_needs(tmp_path: Path) -> None:
     """PEFT's own conversion, with the state gathered here: it loads on the original base."""

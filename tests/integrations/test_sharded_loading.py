@@ -123,6 +123,7 @@ def assert_loaded(engine: zs.ZeroEngine, plain: nn.Module) -> None:
         assert ours.dtype == theirs.dtype and ours.requires_grad == theirs.requires_grad and not ours.is_meta
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=180)
 def test_weights_are_those_of_from_pretrained_for_every_family(tmp_path: Path) -> None:
     for family, build in FAMILIES.items():
@@ -184,6 +185,7 @@ def test_dtypes_new_heads_and_leftovers_are_as_from_pretrained_has_them(tmp_path
         engine.close()
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_ties_that_are_stored_twice_are_tied_if_the_values_agree(tmp_path: Path) -> None:
     folder = saved(tmp_path / "tied", lambda: llama(tied=True))
@@ -205,6 +207,7 @@ def test_ties_that_are_stored_twice_are_tied_if_the_values_agree(tmp_path: Path)
             dist.barrier()
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_what_was_loaded_trains_as_under_ddp_with_adapters_and_copies_too(tmp_path: Path) -> None:
     folder = saved(tmp_path / "llama", llama)
