@@ -68,7 +68,7 @@ def _start(name: str, layer: Any, adapter: str, config: Any) -> None:
         layer.reset_ia3_parameters(adapter)
 
 
-def _held(layer: Any, adapter: str) -> list[nn.ModuleDict | nn.ParameterDict]:
+def _held(layer: Any, adapter: str) -> list[Any]:
     """Return the dictionaries of a layer that have something of an adapter."""
     held = [getattr(layer, name, None) for name in layer.adapter_layer_names]
     return [each for each in held if isinstance(each, nn.ModuleDict | nn.ParameterDict) and adapter in each]
@@ -80,7 +80,8 @@ def _is_empty(layer: Any, adapter: str) -> bool:
     return any(tensor.is_meta for tensor in tensors)
 
 
-def _give_memory(held: nn.ModuleDict | nn.ParameterDict, adapter: str) -> None:
+def _give_memory(held: Any, adapter: str) -> None:
+    """Put uninitialised memory in the place of what an adapter has in a dictionary of its layer."""
     part = held[adapter]
     if isinstance(part, nn.Module):
         part.to_empty(device="cpu")
@@ -92,7 +93,7 @@ def _give_memory(held: nn.ModuleDict | nn.ParameterDict, adapter: str) -> None:
         held[adapter] = nn.Parameter(memory, requires_grad=part.requires_grad)
 
 
-def _share_values(model: nn.Module, wrapper: ModulesToSaveWrapper) -> None:
+def _share_values(model: nn.Module, wrapper: Any) -> None:
     """Read the copies of a module from where the module itself is read."""
     for source in first_weights.attached(model):
         for copied in wrapper.modules_to_save.values():

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import modeling_utils
@@ -84,12 +85,12 @@ def _recording(files: dict[str, StoredFile]) -> Iterator[None]:
             safe_open(path, *args, **kwargs), files.setdefault(str(path), StoredFile(str(path)))
         )
 
-    before = modeling_utils.safe_open
-    modeling_utils.safe_open = opened
+    module: Any = modeling_utils
+    before, module.safe_open = module.safe_open, opened
     try:
         yield
     finally:
-        modeling_utils.safe_open = before
+        module.safe_open = before
 
 
 class _RecordingFile:
@@ -131,7 +132,7 @@ class _RecordingSlice:
 
     def __getitem__(self, index: Any) -> RecordedTensor:
         dtype = modeling_utils.str_to_torch_dtype[self.get_dtype()]
-        empty = modeling_utils.torch.empty(self.get_shape(), dtype=dtype, device="meta")
+        empty = torch.empty(self.get_shape(), dtype=dtype, device="meta")
         tensor = recorded(empty, self._origin)
         return tensor if index is Ellipsis else tensor[index]
 
