@@ -52,7 +52,7 @@ ORDER = [
     "root_methods", "report", "engine_checks", "engine_state", "engine", "clip_given", "ema",
     "front_ends.importing", "front_ends.upstream",
     "front_ends.settings", "front_ends.grad_scaler", "front_ends.engines", "front_ends.generation",
-    "peft.adapters", "peft.adalora", "peft.starting", "peft",
+    "peft.upstream", "peft.adapters", "peft.adalora", "peft.starting", "peft",
     "lightning", "accelerate", "transformers",
     "cli", "run",
 ]  # fmt: skip

@@ -1,0 +1,30 @@
+"""The tables of names of PEFT's, transformers' and TRL's that are rebound or taken for granted.
+
+Oracle: what is installed. Lines are compared where the version is the one that the table was written for.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+
+import pytest
+
+from zero_strategy.front_ends.upstream import Name, signature_of
+from zero_strategy.peft import upstream as peft_table
+
+NAMES = {"peft": ("0.21.2", [*peft_table.REPLACED, *peft_table.USED])}
+ROWS = [(package, version, name) for package, (version, names) in NAMES.items() for name in names]
+
+
+@pytest.mark.parametrize(("package", "version", "name"), ROWS, ids=lambda value: getattr(value, "path", None))
+def test_names_are_what_the_tables_say(package: str, version: str, name: Name) -> None:
+    pytest.importorskip(package)
+    thing = name.found()
+    assert signature_of(thing) == name.signature
+    if importlib.metadata.version(package) == version:
+        inside = inspect.unwrap(thing)
+        lines, first = inspect.getsourcelines(inside)
+        offset = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
+        assert first + offset == name.line
+        assert str(inspect.getsourcefile(inside)).endswith(f"{package}/{name.file}")
