@@ -15,6 +15,8 @@ from torch import nn
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError
 from zero_strategy.front_ends.engines import find_engine
+from zero_strategy.front_ends.upstream import untested
+from zero_strategy.peft.upstream import FIRST, LAST, PACKAGE
 
 
 def update_and_allocate(model: nn.Module, global_step: int) -> None:
@@ -38,10 +40,17 @@ def update_and_allocate(model: nn.Module, global_step: int) -> None:
 
 
 def serve(engine: ZeroEngine) -> None:
-    """Have AdaLoRA's own call work on a model, for scripts that make it. Does nothing for other models."""
+    """Have AdaLoRA's own call work on a model, for scripts that make it. Does nothing for other models.
+
+    Raises:
+        ConfigError: This version of PEFT was not tested.
+    """
     adapted = _adalora_in(engine.model)
     if adapted is None or "update_and_allocate" in vars(adapted):
         return
+    error = untested(PACKAGE, FIRST, LAST, "AdaLoRA on sharded models")
+    if error is not None:
+        raise error
 
     @wraps(AdaLoraModel.update_and_allocate)
     def update(global_step: int) -> None:
