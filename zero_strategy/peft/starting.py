@@ -36,7 +36,7 @@ def start_adapters(model: nn.Module) -> None:
     Raises:
         ConfigError: An adapter starts from the weights of its layer (DoRA, PiSSA, trained tokens, ...).
     """
-    configs = next((m.peft_config for m in model.modules() if isinstance(m, PeftModel)), {})
+    configs: dict[str, Any] = next((m.peft_config for m in model.modules() if isinstance(m, PeftModel)), {})
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             _share_values(model, module)

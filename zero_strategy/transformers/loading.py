@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import modeling_utils
 
 from zero_strategy import first_weights
@@ -130,7 +130,7 @@ class _RecordingSlice:
     def get_dtype(self) -> Any:
         return self._found.get_dtype()
 
-    def __getitem__(self, index: Any) -> RecordedTensor:
+    def __getitem__(self, index: Any) -> Tensor:
         dtype = modeling_utils.str_to_torch_dtype[self.get_dtype()]
         empty = torch.empty(self.get_shape(), dtype=dtype, device="meta")
         tensor = recorded(empty, self._origin)
