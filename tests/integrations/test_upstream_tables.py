@@ -12,8 +12,12 @@ import pytest
 
 from zero_strategy.front_ends.upstream import Name, signature_of
 from zero_strategy.peft import upstream as peft_table
+from zero_strategy.trl import upstream as trl_table
 
-NAMES = {"peft": ("0.21.2", [*peft_table.REPLACED, *peft_table.USED])}
+NAMES = {
+    "peft": ("0.21.2", [*peft_table.REPLACED, *peft_table.USED]),
+    "trl": ("1.16.0", list(trl_table.REBOUND)),
+}
 ROWS = [(package, version, name) for package, (version, names) in NAMES.items() for name in names]
 
 

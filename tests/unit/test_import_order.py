@@ -52,8 +52,9 @@ ORDER = [
     "root_methods", "report", "engine_checks", "engine_state", "engine", "clip_given", "ema",
     "front_ends.importing", "front_ends.upstream",
     "front_ends.settings", "front_ends.grad_scaler", "front_ends.engines", "front_ends.generation",
+    "front_ends.mixing",
     "peft.upstream", "peft.adapters", "peft.adalora", "peft.starting", "peft",
-    "lightning", "accelerate", "transformers",
+    "lightning", "accelerate", "trl.upstream", "trl.bodies", "trl.rebinding", "trl", "transformers",
     "cli", "run",
 ]  # fmt: skip
 # These gather names from below for the user and hold nothing of their own.

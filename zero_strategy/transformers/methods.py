@@ -17,6 +17,8 @@ from zero_strategy.accelerate.gradients import engine_of
 from zero_strategy.transformers import configured, saving
 from zero_strategy.transformers.plugin import plugin_for
 from zero_strategy.transformers.saving import Stock
+from zero_strategy.trl.rebinding import install as install_for_trl
+from zero_strategy.trl.rebinding import is_of_trl
 
 _ASKED_OF_DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
 
@@ -27,6 +29,8 @@ def build_accelerator_args(trainer: Any, stock: Stock, **kwargs: Any) -> dict[st
     Raises:
         ConfigError: With everything at once in which config and arguments contradict each other.
     """
+    if is_of_trl(trainer):
+        install_for_trl()
     arguments: dict[str, Any] = stock(**kwargs)
     if "zero_plugin" not in arguments:
         arguments["zero_plugin"] = plugin_for(trainer.args, getattr(trainer, "zero_plugin", None))

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,10 @@ def save_model(
     if _internal_call and trainer.accelerator.zero_plugin.state_dict_type == "sharded":
         _save_shards(trainer, engine, Path(folder))
         return
-    state = trainer.accelerator.get_state_dict(trainer.model)
-    agreed(engine.collectives, lambda: trainer._save(folder, state_dict=state))
+    with _adapters_alone(trainer.model) as state:
+        if state is None:
+            state = trainer.accelerator.get_state_dict(trainer.model)
+        agreed(engine.collectives, lambda: trainer._save(folder, state_dict=state))
     if trainer.args.push_to_hub and not _internal_call:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
@@ -180,6 +183,19 @@ def load_optimizer_and_scheduler(trainer: Any, stock: Stock, checkpoint: str | N
 
 
 # -- helpers --
+
+
+@contextmanager
+def _adapters_alone(model: nn.Module) -> Iterator[dict[str, Any] | None]:
+    """Gather the adapters of a model, if it has some, without what they are put around. Collective."""
+    if not _has_adapters(model):
+        yield None
+        return
+    from zero_strategy.peft.adapters import adapter_state_dict, whole_for_saving
+
+    state = adapter_state_dict(model)
+    with whole_for_saving(model):
+        yield state
 
 
 def _shards_in(folder: str | Path) -> Path:
