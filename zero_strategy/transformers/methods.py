@@ -47,8 +47,9 @@ def build_accelerator_args(trainer: Any, stock: Stock, **kwargs: Any) -> dict[st
 
 
 def move_model_to_device(trainer: Any, stock: Stock, model: nn.Module, device: Any) -> None:
-    """Move a model to the device, unless it is moved shard by shard when it is sharded."""
-    if not trainer.accelerator.zero_plugin.config.shards_params:
+    """Move a model to the device, unless it is moved, or read from files, when it is sharded."""
+    is_on_meta = any(param.is_meta for param in model.parameters())
+    if not (trainer.accelerator.zero_plugin.config.shards_params or is_on_meta):
         stock(model, device)
 
 
