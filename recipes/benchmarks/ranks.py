@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -92,6 +93,7 @@ def _work(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     num_ranks, rendezvous = meeting
@@ -101,6 +103,14 @@ def _work(
     ranks.line_up()
     ranks.close()
     dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """End this rank when the script is killed, or it would train on, unseen, beside the next benchmark."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a rank has a parent"
+    parent.join()
+    os._exit(1)
 
 
 def print_setting(num_ranks: int, rest: str) -> None:

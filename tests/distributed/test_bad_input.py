@@ -342,7 +342,7 @@ def test_bounds_that_are_none_are_refused() -> None:
 def test_a_rank_that_stops_early_ends_the_other_by_the_group_timeout_with_an_explanation() -> None:
     seconds = 2
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), dist.group.WORLD)
-    for stage in (1, 3):
+    for stage in (3,):
         engine, optimizer = engine_with_adamw(stage)
         train(engine.model, optimizer, 1)
         start = time.monotonic()

@@ -122,7 +122,7 @@ def shifted(saved_at: int, number: int, shift: int) -> tuple[int, int, dict[str,
     ("saved_at", "loaded_at", "numbers"),
     [
         (2, [2, 3, 1], [0, 1, 2, 3, 4, 5]),
-        (3, [4], [0, 2, 4]),
+        pytest.param(3, [4], [0, 2, 4], marks=pytest.mark.slow),
         pytest.param(4, [3], [1, 3, 5], marks=pytest.mark.slow),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else None,

@@ -69,16 +69,16 @@ def use(layout: dict[str, Any], *, fails: bool) -> list[weakref.ref[Any]]:
 @distributed(world_size=2)
 def test_it_is_freed_with_its_groups_and_its_watch_whatever_it_was_used_for() -> None:
     groups_before, hook_before = num_groups(), sys.excepthook
-    for layout in LAYOUTS:
-        for fails in (False, True):
-            with subtest(f"{layout}, fails {fails}"):
-                left = use(layout, fails=fails)
-                gc.collect()
-                assert [reference() for reference in left] == [None] * len(left)
-                assert num_groups() == groups_before
-                wait_for_threads_to_end()
-                assert sys.excepthook == hook_before
-                dist.barrier()
+    for number, layout in enumerate(LAYOUTS):
+        fails = number % 2 == 1
+        with subtest(f"{layout}, fails {fails}"):
+            left = use(layout, fails=fails)
+            gc.collect()
+            assert [reference() for reference in left] == [None] * len(left)
+            assert num_groups() == groups_before
+            wait_for_threads_to_end()
+            assert sys.excepthook == hook_before
+            dist.barrier()
     with subtest("a rank that drops an engine early leaves the others in peace"):
         dropped = use(LAYOUTS[0], fails=False) if rank() == 0 else []
         engine = trained(LAYOUTS[0])[0] if rank() == 1 else None

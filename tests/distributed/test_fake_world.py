@@ -30,7 +30,7 @@ from zero_strategy.estimate import (
     traffic_numel,
 )
 
-WORLD_SIZES = [64, 1024]
+WORLD_SIZES = [64, pytest.param(1024, marks=pytest.mark.slow)]
 DTYPES = [torch.float32, torch.bfloat16]
 NUM_BLOCKS = 3
 ADAM_BYTES = 8  # two fp32 moments

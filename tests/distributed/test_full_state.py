@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -323,6 +324,7 @@ def test_optimizer_state_moves_to_plain_torch_and_back_and_training_goes_on() ->
 ELEMENTWISE = ["SGD", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"]
 
 
+@pytest.mark.slow
 @distributed(world_size=3)
 def test_every_elementwise_optimizer_gives_its_state_back_as_it_was() -> None:
     layouts: list[dict[str, Any]] = [{"stage": 3}, {"stage": 1, "bf16": {"enabled": True}}]

@@ -176,11 +176,13 @@ def test_clipping_by_value_equals_ddp_in_every_bit() -> None:
             assert_same_bits(run(), reference)
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_a_reduction_per_micro_batch_equals_ddp_to_rounding() -> None:
     compare_with_ddp("reduced each", replace(CALM["no_sync"], reduces_each=True), ONE_OF_EACH)
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_sharded_accumulation_under_no_sync_equals_ddp_to_rounding() -> None:
     recipe = CALM["no_sync"]

@@ -103,6 +103,7 @@ def require_ddps_bits(layouts: list[dict[str, Any]]) -> None:
     assert all(torch.equal(one, norms[0]) for one in norms)
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_gradual_unfreezing_in_bf16_gives_the_bits_of_masters_that_were_there_from_the_start() -> None:
     def place_for_all() -> Zero:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
@@ -169,6 +170,7 @@ def assert_same_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
                 assert torch.equal(found["state"][number][key], value), (number, key)
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=240)
 def test_a_run_resumed_after_the_unfreezing_goes_on_as_under_ddp(tmp_path: Path) -> None:
     """From DDP's file and from our own; Lightning's callback leaves the backbone frozen, in its group."""
@@ -198,6 +200,7 @@ def test_a_resumed_run_does_not_say_that_what_stays_frozen_is_trained_or_unused(
         assert not any("used on no rank" in line for line in lines), lines
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=240)
 def test_a_callback_that_unfreezes_again_on_resume_continues_the_uninterrupted_run(tmp_path: Path) -> None:
     settings = {"precision": "bf16-true"}

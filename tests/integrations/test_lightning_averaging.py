@@ -79,6 +79,7 @@ def test_zero_ema_equals_lightnings_ema_under_ddp_bit_for_bit() -> None:
         assert_same_weights(average.full_state_dict(), expected.weights)
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_zero_ema_goes_on_after_a_resume_at_another_stage(tmp_path: Path) -> None:
     with subtest("uninterrupted"):
@@ -194,6 +195,7 @@ STOCK: dict[str, tuple[Any, type[TinyModule]]] = {
 }
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_lightnings_callbacks_that_write_weights_equal_ddp_below_stage_3() -> None:
     for name, (callback, module) in STOCK.items():
@@ -236,6 +238,7 @@ def test_lightnings_averages_resume_as_under_ddp_below_stage_3(tmp_path: Path) -
                 assert_same_weights(found.weights, expected.weights)
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_a_16_bit_run_with_lightnings_average_resumes_exactly_from_both_kinds(tmp_path: Path) -> None:
     """The file has the average where weights are; masters belong to the weights that were trained."""

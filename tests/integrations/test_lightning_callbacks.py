@@ -227,6 +227,7 @@ def check_search(folder: Path, callback: bool) -> None:
     assert not list(folder.glob(".lr_find*"))
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_the_learning_rate_finder_finds_what_it_finds_under_ddp(tmp_path: Path) -> None:
     check_search(tmp_path, callback=True)
@@ -324,6 +325,7 @@ class Restarting(ModelPruning):
             getattr(new, f"{name}_orig" if hasattr(new, f"{name}_orig") else name).data = kept.data.clone()
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=120)
 def test_model_pruning_equals_ddp_below_stage_3() -> None:
     for restart in (False, True):

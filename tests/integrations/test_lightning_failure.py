@@ -178,6 +178,7 @@ def launch(
 BOOM = "Rank 1 has failed: ValueError: boom of rank 1 in "
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_step_ends_all_ranks_and_rank_0_has_its_text(tmp_path: Path) -> None:
     ended = launch(tmp_path, "raise", "training_step", saves=str(tmp_path))
     assert_all_ended(

@@ -123,6 +123,7 @@ def test_16_mixed_equals_ddp_with_the_stock_scaler_bit_for_bit_with_the_same_ski
         assert_same_weights(found.weights, expected.weights, tolerance=1e-4)
 
 
+@pytest.mark.slow
 @distributed(world_size=3)
 def test_16_mixed_skips_on_all_ranks_at_three_ranks_and_the_stages_agree() -> None:
     outcomes = []
@@ -158,6 +159,7 @@ def test_nan_on_one_rank_skips_the_step_on_all_and_the_next_begins_clean() -> No
                 assert seen.moved == [True, False, True, True, True]
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_16_true_is_the_same_at_all_stages_and_near_fp32() -> None:
     fp16 = {"initial_scale_power": 20, "hysteresis": 1, "loss_scale_window": 4}
@@ -296,6 +298,7 @@ def test_manual_optimization_scales_and_skips_too() -> None:
         assert seen.moved[0] is False and seen.moved[-1] is True
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_the_state_of_the_scaler_crosses_from_ddp_to_zero_and_back(tmp_path: Path) -> None:
     def half(strategy: Any, path: Path | None, save: Path | None) -> Any:

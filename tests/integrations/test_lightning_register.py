@@ -122,7 +122,15 @@ assert sys.meta_path == before
 """
 
 
-@pytest.mark.parametrize("program", [IMPORT_ORDERS, LIGHTNING_FIRST, LIGHTNING_MISSING, FAILING_REGISTRATION])
+@pytest.mark.parametrize(
+    "program",
+    [
+        IMPORT_ORDERS,
+        pytest.param(LIGHTNING_FIRST, marks=pytest.mark.slow),
+        LIGHTNING_MISSING,
+        FAILING_REGISTRATION,
+    ],
+)
 def test_names_are_registered_whatever_is_imported_first(program: str) -> None:
     run_python("-c", program)
 

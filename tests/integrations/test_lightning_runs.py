@@ -103,6 +103,7 @@ class TwoValidations(TinyModule):
         self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_two_validation_loaders_of_different_lengths_equal_ddp() -> None:
     expected: list[Any] = []

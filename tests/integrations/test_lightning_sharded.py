@@ -160,6 +160,7 @@ class Editing(TinyModule):
         self.mine = checkpoint.get("mine")
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_hooks_edit_a_folder_as_they_edit_a_file(tmp_path: Path) -> None:
     precision = "bf16-true"  # with masters
@@ -199,6 +200,7 @@ def test_optimizer_states_dropped_by_a_hook_stay_dropped(tmp_path: Path) -> None
         assert_same_weights(found.weights, expected.weights)
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_several_optimizers_and_no_optimizer_resume(tmp_path: Path) -> None:
     for make_module in (Gan, Eternal):
@@ -336,6 +338,7 @@ def test_buffers_frozen_tied_and_extra_state_survive(tmp_path: Path) -> None:
             assert_same_weights(weights, expected)
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_classes_torch_does_not_trust_need_the_users_word(tmp_path: Path) -> None:
     for kind, strategy in {"full": zero(3), "sharded": sharded(3)}.items():
