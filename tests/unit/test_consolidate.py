@@ -215,23 +215,28 @@ def test_trainable_only_writes_no_frozen_parameter_and_no_buffer(tmp_path: Path)
         consolidate(tmp_path / "frozen", tmp_path / "none", ExportOptions(trainable_only=True))
 
 
-def test_a_checkpoint_without_its_frozen_parameters_is_consolidated_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_checkpoint_without_its_frozen_parameters_is_no_whole_model_and_gets_no_config(
+    tmp_path: Path,
 ) -> None:
-    save(tmp_path / "checkpoint", {"adapter": torch.ones(2)}, 1)
+    save_model(tmp_path / "checkpoint", tiny_llama(tied=True))
     consolidate(tmp_path / "checkpoint", tmp_path / "whole")
-    assert not caplog.records
+    assert "config.json" in names_in(tmp_path / "whole")
     names = ["base.0.weight", "base.1.weight", "base.2.weight"]
     edit_manifest(tmp_path / "checkpoint", lambda document: document.update(frozen_left_out=names))
+    with pytest.raises(CheckpointError, match=r"without 3 frozen parameters: base\.0\.weight, base"):
+        consolidate(tmp_path / "checkpoint", tmp_path / "out", ExportOptions(force=True))
+    assert not (tmp_path / "out").exists()
     consolidate(tmp_path / "checkpoint", tmp_path / "adapters", ExportOptions(trainable_only=True))
-    assert not caplog.records, "as it was asked for"
-    consolidate(tmp_path / "checkpoint", tmp_path / "out")
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    text = (
-        f"without 3 frozen parameters (base.0.weight, base.1.weight and 1 more): they are not in {tmp_path}"
-    )
-    assert text in record.getMessage()
+    assert names_in(tmp_path / "adapters") == {"model.safetensors", MARKER_NAME}
+
+
+def test_an_output_inside_a_checkpoint_is_refused_also_with_force(tmp_path: Path) -> None:
+    save(tmp_path / "runs" / "a", {"w": torch.ones(2)}, 1)
+    (tmp_path / "link").symlink_to(tmp_path / "runs" / "a")
+    for out in ("runs/a/in", "runs/a/deep/er", "link/in"):
+        with pytest.raises(CheckpointError, match="is inside the checkpoint"):
+            consolidate(tmp_path / "runs" / "a", tmp_path / out, ExportOptions(force=True))
+    assert len(names_in(tmp_path / "runs" / "a")) == 2
 
 
 def test_side_files_are_copied_and_weights_and_stale_configs_are_not(tmp_path: Path) -> None:

@@ -493,7 +493,7 @@ def test_a_second_run_replaces_its_own_output_and_nothing_else(
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="could not be written"):
         import_checkpoint(folder, tmp_path / "file")
-    for inside in (folder, folder / TAG, folder / TAG / "out"):
+    for inside in (folder, folder / TAG, folder / TAG / "out", folder / "out"):
         assert "is the source" in refused(folder, inside).what
 
 

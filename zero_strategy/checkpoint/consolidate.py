@@ -15,8 +15,7 @@ from zero_strategy.checkpoint.extra import decode_extra, parts_of_extra
 from zero_strategy.checkpoint.format import CheckpointReader
 from zero_strategy.checkpoint.records import model_tensor_name
 from zero_strategy.checkpoint.streamed import StreamedTensor
-from zero_strategy.errors import some
-from zero_strategy.log import LOGGER
+from zero_strategy.errors import CheckpointError, some
 
 READ_BYTES = 2**20  # at once: small enough to stay in a core's cache until it has been copied on
 
@@ -37,17 +36,14 @@ def consolidate(
         options: See `ExportOptions`.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, the selection is empty or ambiguous, `out` holds anything
+        CheckpointError: The checkpoint is damaged, or was saved without its frozen parameters and
+            `trainable_only` is not asked for; the selection is empty or ambiguous, `out` holds anything
             but an earlier output of this checkpoint, or the disk has too little space.
     """
     with CheckpointReader(checkpoint) as reader:
         manifest = reader.manifest
         if manifest.frozen_left_out and not (options and options.trainable_only):
-            LOGGER.warning(
-                "%s was saved without %d frozen parameters (%s): they are not in %s either, which is no "
-                "whole model. Load it over the model that has them.",
-                *(reader.folder, len(manifest.frozen_left_out), some([*manifest.frozen_left_out], 2), out),
-            )
+            raise _no_whole_model(reader)
         source = Source(
             checkpoint_id=manifest.checkpoint_id,
             written=manifest.created,
@@ -56,6 +52,7 @@ def consolidate(
             hf=manifest.hf,
             chunks=lambda fqn: reader.chunks(model_tensor_name(fqn), READ_BYTES),
             module_states=_module_states(reader),
+            is_whole=not manifest.frozen_left_out,
         )
         return export(source, out, options)
 
@@ -65,6 +62,17 @@ def _module_states(reader: CheckpointReader) -> dict[str, Any]:
     _, modules = parts_of_extra(reader.manifest.extra)
     states = decode_extra(modules, partial(_streamed, reader))
     return states if isinstance(states, dict) else {}
+
+
+def _no_whole_model(reader: CheckpointReader) -> CheckpointError:
+    names = reader.manifest.frozen_left_out
+    return CheckpointError(
+        what=f"{reader.folder} was saved without {len(names)} frozen parameters: {some(names, 2)}.",
+        why="So it is no whole model (trainable_only=True): who loads an export of it would have random "
+        "numbers in their places.",
+        fix="Export what was trained alone: --trainable-only (trainable_only=True). Or load it over the "
+        "model that has them, and export that: engine.save_16bit_model().",
+    )
 
 
 def _streamed(reader: CheckpointReader, name: str) -> StreamedTensor:

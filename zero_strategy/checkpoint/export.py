@@ -90,7 +90,7 @@ def export(source: Source, out: str | os.PathLike[str], options: ExportOptions |
         with begin(staging, num_bytes=selection.num_bytes):
             try:
                 write_weights(selection, folder, options.format, options.max_shard_size_bytes, metadata)
-                _write_side_files(source, selection, folder, options.hf_files)
+                _write_side_files(source, selection, folder, options)
                 files = tuple(sorted(path.name for path in folder.iterdir()))
                 put_in_place(staging)
             finally:
@@ -101,15 +101,19 @@ def export(source: Source, out: str | os.PathLike[str], options: ExportOptions |
     return ExportReport(target, files, *facts)
 
 
-def _write_side_files(source: Source, selection: Selection, folder: Path, hf_files: Path | None) -> None:
+def _write_side_files(source: Source, selection: Selection, folder: Path, options: ExportOptions) -> None:
+    hf_files = options.hf_files
     configs: dict[str, dict[str, JsonValue] | None] = {"config.json": None, "generation_config.json": None}
-    # Beside weights under other names a config would have transformers load a model of random numbers.
-    if source.hf and selection.prefix == source.hf.prefix:
+    left_out = options.trainable_only and any(not param.trainable for param in source.params.values())
+    is_whole = source.is_whole and not left_out
+    # Beside weights under other names, or some of them, a config would have transformers load a model of
+    # random numbers.
+    if is_whole and source.hf and selection.prefix == source.hf.prefix:
         configs = {"config.json": source.hf.config, "generation_config.json": source.hf.generation_config}
     if hf_files is not None:
         copy_side_files(hf_files, folder)
         for name, config in configs.items():
-            if config is None and (hf_files / name).is_file():
+            if is_whole and config is None and (hf_files / name).is_file():
                 configs[name] = read_config(hf_files / name)
     if configs["config.json"] is not None:
         configs["config.json"] = config_with_dtype(configs["config.json"], _main_dtype(selection))

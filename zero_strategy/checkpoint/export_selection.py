@@ -69,6 +69,7 @@ class Source(NamedTuple):
     hf: HFRecord | None
     chunks: Callable[[str], Iterator[Tensor]]  # the elements of a parameter or buffer, in order
     module_states: Mapping[str, Any]  # of modules that keep more; tensors in it may be `StreamedTensor`s
+    is_whole: bool = True  # False: the model has parameters that are not in `params`
 
 
 @dataclass

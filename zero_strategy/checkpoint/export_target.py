@@ -46,6 +46,13 @@ def check_target(target: Path, own: Marker, *, force: bool) -> None:
             why="Weights beside them would look like a part of them, and be deleted with them.",
             fix="Pass another folder.",
         )
+    inside = next((path for path in target.parents if (path / MANIFEST_NAME).exists()), None)
+    if inside is not None:
+        raise CheckpointError(
+            what=f"{target} is inside the checkpoint {inside}.",
+            why="What is in its folder is moved and deleted with it.",
+            fix="Pass another folder.",
+        )
     if force or not target.exists() or not any(target.iterdir()):
         return
     found = _read_marker(target)

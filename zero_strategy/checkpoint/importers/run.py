@@ -55,7 +55,8 @@ def import_checkpoint(
     options = options or ImportOptions()
     found = find_source(Path(source), options.tag)
     target, origin = Path(os.path.realpath(out)), Path(os.path.realpath(found.folder))
-    if target == origin or origin in target.parents or target == Path(os.path.realpath(source)):
+    given = Path(os.path.realpath(source))
+    if {origin, given} & {target, *target.parents}:
         raise CheckpointError(
             what=f"The output {target} is the source, or inside it.",
             why="The source is only read.",
