@@ -151,7 +151,8 @@ class ParamLifecycle:
         if not torch.is_grad_enabled():
             needed = self._order.names()
             self._end_pass(grad_enabled=False)
-            self._require_same_order(needed)
+            if not self.is_all_whole:  # nothing is gathered there, and one rank may run a forward alone
+                self._require_same_order(needed)
 
     def _on_forward_interrupt(self, beginning: nn.Module | None) -> None:
         # No module that was running has let go of what it held. The one that begins has its hold already.

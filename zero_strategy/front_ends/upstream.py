@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from zero_strategy.errors import ConfigError
 
 Version = tuple[int, int]  # major and minor
+Stock = Callable[..., Any]  # a framework's method, bound, that a function of ours stands in for
 
 
 class Name(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_strategy.transformers.saving import Stock
+from zero_strategy.front_ends.upstream import Stock
 
 
 def complete_arguments(arguments: Any, stock: Stock) -> None:

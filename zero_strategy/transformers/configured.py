@@ -17,8 +17,8 @@ from zero_strategy.accelerate.gradients import engine_of
 from zero_strategy.config_keys import AUTO
 from zero_strategy.config_source import Setting, Settings, error_of
 from zero_strategy.errors import ConfigError
+from zero_strategy.front_ends.upstream import Stock
 from zero_strategy.transformers.plugin import TrainerPlugin, compare
-from zero_strategy.transformers.saving import Stock
 
 
 def create_optimizer(trainer: Any, stock: Stock, *args: Any) -> Any:
@@ -44,7 +44,7 @@ def create_optimizer(trainer: Any, stock: Stock, *args: Any) -> Any:
         if block:
             trainer.optimizer = build_optimizer(block, _dummy_of(trainer.args, target))
     elif block and not hasattr(trainer.optimizer, "_is_accelerate_prepared"):
-        raise _twice("optimizer", trainer.optimizer, block)
+        raise _twice("an optimizer", trainer.optimizer, block)
     return trainer.optimizer if block else stock(*args)
 
 
@@ -67,7 +67,7 @@ def create_scheduler(trainer: Any, stock: Stock, num_training_steps: int, optimi
     if not block:
         return stock(num_training_steps, **({} if optimizer is None else {"optimizer": optimizer}))
     if trainer.lr_scheduler is not None:
-        raise _twice("scheduler", trainer.lr_scheduler, block)
+        raise _twice("a scheduler", trainer.lr_scheduler, block)
     arguments = trainer.args
     num_warmup_steps = max(1, arguments.get_warmup_steps(num_training_steps))
     known = {
@@ -110,8 +110,8 @@ def _dummy_of(arguments: Any, model: nn.Module) -> DummyOptim:
 def _twice(name: str, given: Any, block: Settings) -> ConfigError:
     origin = next(iter(block.values())).origin
     return ConfigError(
-        what=f"There is a {name} in the config (from {origin}), and the Trainer was given a "
+        what=f"There is {name} in the config (from {origin}), and the Trainer was given a "
         f"{type(given).__name__}.",
         why="Only one of them could have an effect.",
-        fix=f"Remove the block {name!r}, or pass no {name}.",
+        fix="Remove the block from the config, or pass none.",
     )

@@ -14,9 +14,9 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
 from zero_strategy.accelerate.gradients import engine_of
+from zero_strategy.front_ends.upstream import Stock
 from zero_strategy.transformers import configured, saving
 from zero_strategy.transformers.plugin import plugin_for
-from zero_strategy.transformers.saving import Stock
 from zero_strategy.trl.rebinding import install as install_for_trl
 from zero_strategy.trl.rebinding import is_of_trl
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,7 @@ from zero_strategy.accelerate.state_files import EXTRAS_NAME, FOLDER_NAME
 from zero_strategy.comm.together import agreed
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import CheckpointError
-
-Stock = Callable[..., Any]  # the method of the Trainer that a function stands in for
+from zero_strategy.front_ends.upstream import Stock
 
 
 def save_model(
