@@ -240,7 +240,9 @@ def test_adapters_are_put_around_a_model_that_has_no_values_yet(tmp_path: Path) 
         zs.ZeroEngine(on_meta())
     model = on_meta()
     torch.manual_seed(6)
+    before = list(model.parameters())
     start_adapters(model)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True)), "optimizers hold them"
     engine, optimizer = shard(model.train(), 3)
     state = engine.full_state_dict()
     if rank() == 0:

@@ -18,6 +18,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from zero_strategy import first_weights
+from zero_strategy.compat import give_memory
 from zero_strategy.errors import ConfigError
 
 _FROM_NOTHING = (True, False, "gaussian")  # values of init_lora_weights that look at no weight
@@ -81,16 +82,14 @@ def _is_empty(layer: Any, adapter: str) -> bool:
 
 
 def _give_memory(held: Any, adapter: str) -> None:
-    """Put uninitialised memory in the place of what an adapter has in a dictionary of its layer."""
+    """Give what an adapter has in a dictionary of its layer memory; an optimizer may hold it already."""
     part = held[adapter]
-    if isinstance(part, nn.Module):
-        part.to_empty(device="cpu")
-        for module in part.modules():  # what init_lora_weights=False leaves as it is
-            if callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
-    else:
-        memory = torch.zeros(part.shape, dtype=part.dtype)
-        held[adapter] = nn.Parameter(memory, requires_grad=part.requires_grad)
+    is_module = isinstance(part, nn.Module)
+    for tensor in [*part.parameters(), *part.buffers()] if is_module else [part]:
+        give_memory(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype))
+    for module in part.modules() if is_module else []:  # what init_lora_weights=False leaves as it is
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
 
 
 def _share_values(model: nn.Module, wrapper: Any) -> None:
