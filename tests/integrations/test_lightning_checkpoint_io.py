@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -195,7 +194,7 @@ def test_a_full_save_keeps_whole_tensors_on_rank_0_only_and_moves_one_bucket(tmp
             assert dist.get_rank() != 0 or peak >= whole  # the tracker has seen the result
 
 
-def test_a_folder_loses_its_manifest_first_and_a_link_is_only_a_link(
+def test_a_folder_is_away_before_anything_in_it_is_deleted_and_a_link_is_only_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, link = tmp_path / "step", tmp_path / "last"
@@ -205,15 +204,15 @@ def test_a_folder_loses_its_manifest_first_and_a_link_is_only_a_link(
     checkpoint_files.remove(TorchCheckpointIO(), link)
     assert not link.is_symlink() and (folder / "manifest.json").exists()
     seen: list[bool] = []
-    rmtree = shutil.rmtree
+    unlink = Path.unlink
 
-    def look_and_remove(path: Any) -> None:
-        seen.append((folder / "manifest.json").exists())
-        rmtree(path)
+    def look_and_unlink(path: Path, missing_ok: bool = False) -> None:
+        seen.append(folder.exists())
+        unlink(path, missing_ok)
 
-    monkeypatch.setattr(shutil, "rmtree", look_and_remove)
+    monkeypatch.setattr(Path, "unlink", look_and_unlink)
     checkpoint_files.remove(TorchCheckpointIO(), folder)
-    assert seen == [False] and not folder.exists()
+    assert seen and not any(seen) and not list(tmp_path.glob(".*step*"))
 
 
 def test_lightnings_trainer_still_keeps_weights_only_in_the_frame_where_it_is_looked_for() -> None:
@@ -274,7 +273,9 @@ def test_what_callbacks_keep_survives_the_file_and_a_url_is_as_good_as_a_path(tm
             if content is None:
                 strategy.engine.save_checkpoint(tmp_path / name, extra={"lightning": plain})
             else:
-                checkpoint_files.save_folder(strategy.engine, url, content, weights_only=True)
+                checkpoint_files.save_folder(
+                    strategy.engine, url, content, weights_only=True, asynchronous=False
+                )
             if refusal:
                 with expect_error(zs.CheckpointError, refusal):
                     strategy.load_checkpoint(url)

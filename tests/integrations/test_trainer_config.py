@@ -32,7 +32,6 @@ from tests.integrations.trainer_support import (
 )
 from zero_strategy.accelerate import environment
 from zero_strategy.accelerate.launch_block import Launch
-from zero_strategy.front_ends.upstream import Name, signature_of
 from zero_strategy.transformers import ZeroArgumentsMixin, ZeroPlugin, rebinding, upstream
 
 ALL_AUTO: dict[str, Any] = {
@@ -225,21 +224,6 @@ def test_from_pretrained_still_reports_what_is_missing(tmp_path: Path) -> None:
 
 
 # -- the names we build on ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [*upstream.REBOUND, *upstream.USED], ids=lambda name: name.path)
-def test_names_of_transformers_are_what_the_table_says(name: Name) -> None:
-    import importlib.metadata
-    import inspect
-
-    thing = name.found()
-    assert signature_of(thing) == name.signature
-    if importlib.metadata.version("transformers") == "5.24.0":
-        inside = inspect.unwrap(thing)
-        lines, first = inspect.getsourcelines(inside)
-        offset = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
-        assert first + offset == name.line
-        assert inspect.getsourcefile(inside).endswith(f"transformers/{name.file}")
 
 
 def test_every_method_that_is_stood_in_for_is_in_the_table() -> None:

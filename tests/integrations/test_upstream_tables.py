@@ -1,4 +1,4 @@
-"""The tables of names of PEFT's, transformers' and TRL's that are rebound or taken for granted.
+"""The tables of names of Accelerate's, PEFT's, transformers' and TRL's that are rebound or taken for granted.
 
 Oracle: what is installed. Lines are compared where the version is the one that the table was written for.
 """
@@ -10,11 +10,18 @@ import inspect
 
 import pytest
 
+from zero_strategy.accelerate import upstream as accelerate_table
 from zero_strategy.front_ends.upstream import Name, signature_of
 from zero_strategy.peft import upstream as peft_table
+from zero_strategy.transformers import upstream as transformers_table
 from zero_strategy.trl import upstream as trl_table
 
 NAMES = {
+    "accelerate": (
+        "1.15.0",
+        [*accelerate_table.REBOUND, *accelerate_table.OVERRIDDEN, *accelerate_table.USED],
+    ),
+    "transformers": ("5.24.0", [*transformers_table.REBOUND, *transformers_table.USED]),
     "peft": ("0.21.2", [*peft_table.REPLACED, *peft_table.USED]),
     "trl": ("1.16.0", list(trl_table.REBOUND)),
 }

@@ -27,9 +27,7 @@ from zero_strategy.errors import CheckpointError
 
 # Of a reader; far below the usual limit of 1024 a process, as there may be a file per rank.
 MAX_OPEN_FILES = 64
-SUM_BYTES = (
-    2**20
-)  # read at once where a checksum is wanted: it is summed while the processor's cache holds it
+SUM_BYTES = 2**20  # read at once where a checksum is wanted: summed while the processor's cache holds them
 
 
 class Read(NamedTuple):
@@ -120,7 +118,8 @@ class CheckpointReader:
         except CheckpointError as error:
             raise with_others(error, self.folder) from error
         self._open_files: dict[str, SafetensorsFile] = {}  # least recently used first
-        self._scratch: Tensor | None = None  # [SUM_BYTES] uint8, for what is read to be summed only
+        # uint8, at most SUM_BYTES, for what is read to be summed only
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -187,9 +186,12 @@ class CheckpointReader:
         Raises:
             CheckpointError: It differs, or the file cannot be read.
         """
-        if self._scratch is None:
-            self._scratch = torch.empty(SUM_BYTES, dtype=torch.uint8, device="cpu")
-        out = self._scratch.view(entry.torch_dtype)[: piece.numel]
+        num_bytes = min(SUM_BYTES, piece.numel * entry.torch_dtype.itemsize)
+        if self._scratch.numel() < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        out = self._scratch[: num_bytes // entry.torch_dtype.itemsize * entry.torch_dtype.itemsize].view(
+            entry.torch_dtype
+        )
         for _ in self._chunks_of(entry, Read(piece, piece.start, piece.numel), out):
             pass
 
