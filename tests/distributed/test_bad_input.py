@@ -126,14 +126,12 @@ def test_a_model_that_differs_between_ranks_is_refused_on_all_ranks() -> None:
         return Mlp(tied=True)
 
     for variant in (widened, deeper, frozen, halved, on_meta, renamed, with_buffer, tied):
-        for stage in (0, 3):
-            for at_fault in (0, 1):
-                with subtest(f"{variant.__name__} on rank {at_fault}, stage {stage}"):
-                    model = variant() if rank() == at_fault else Mlp()
-                    with refused(
-                        zs.ConfigError, "The model differs from rank 0's", "alike on every rank", by=1
-                    ):
-                        sharded(model, stage=stage)
+        for at_fault in (0, 1):
+            stage = 3 * at_fault  # the stage comes later
+            with subtest(f"{variant.__name__} on rank {at_fault}, stage {stage}"):
+                model = variant() if rank() == at_fault else Mlp()
+                with refused(zs.ConfigError, "The model differs from rank 0's", "alike on every rank", by=1):
+                    sharded(model, stage=stage)
 
 
 @distributed(world_size=2, timeout=WATCHDOG_S)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -119,7 +120,8 @@ def find_what_is_left(outers: list[Path]) -> list[int]:
                 engine.load_checkpoint(outer, tag)  # what has a name is complete
             tags = ["c"] if (outer / "c").exists() else ["two", "after"]
             engine.save_checkpoint(outer, extra={"number": 3}, tag=tags[-1], keep_last=2)
-            names = listing(outer)
+            # That of a save that was killed while it moved `latest` is deleted when it is an hour old.
+            names = [name for name in listing(outer) if not re.fullmatch(r"\.latest\.\w+\.tmp", name)]
             assert len(names) == 1 + 4 * len(tags) and {"latest", tags[-1]} < set(names), names
             assert not any(".partial" in name or name.endswith(".tmp") for name in names), names
             assert engine.load_checkpoint(outer) == {"number": 3}
