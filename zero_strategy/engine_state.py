@@ -280,7 +280,9 @@ class EngineState:
         if trainable_only:
             parts = parts._replace(buckets=[bucket for bucket in self.buckets if bucket.trainable])
         background = self._saves if asynchronous else None
-        save(parts, Destination(os.fspath(path), tag, keep_last), extra, background)
+        # Absolute: an asynchronous save ends after the script may have gone to another folder.
+        destination = Destination(os.path.abspath(os.fspath(path)), tag, keep_last)
+        save(parts, destination, extra, background)
 
     def wait_for_checkpoint(self) -> None:
         """Return when no asynchronous save goes on any more. Collective.

@@ -54,6 +54,28 @@ def the_pointer_and_what_is_too_old_follow_when_the_checkpoint_is_there(tmp_path
     engine.close()
 
 
+def a_save_ends_where_it_began_though_the_script_has_gone_elsewhere(tmp_path: Path) -> None:
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+    engine, _ = begun(3, tmp_path / "first")
+    before = os.getcwd()
+    try:
+        os.chdir(tmp_path / "two")
+        for tag in ("a", "b"):
+            engine.save_checkpoint("runs", tag=tag)
+        os.chdir(tmp_path / "one")
+        with held_back(engine, 1):
+            engine.save_checkpoint("runs", tag="c", keep_last=1, asynchronous=True)
+            os.chdir(tmp_path / "two")
+        engine.wait_for_checkpoint()
+    finally:
+        os.chdir(before)
+    assert names_in(tmp_path / "one" / "runs") == {"c", "latest"}
+    assert names_in(tmp_path / "two" / "runs") == {"a", "b", "latest"}
+    assert (tmp_path / "two" / "runs" / "latest").read_text() == "b\n"
+    engine.close()
+
+
 def a_pointer_that_cannot_be_written_is_raised_by_the_next_step_and_the_checkpoint_stays(
     tmp_path: Path,
 ) -> None:
@@ -117,6 +139,7 @@ def parts_of_a_state_are_saved_as_they_are_at_once(tmp_path: Path) -> None:
 
 CELLS: list[Callable[[Path], None]] = [
     the_pointer_and_what_is_too_old_follow_when_the_checkpoint_is_there,
+    a_save_ends_where_it_began_though_the_script_has_gone_elsewhere,
     a_pointer_that_cannot_be_written_is_raised_by_the_next_step_and_the_checkpoint_stays,
     a_save_that_fails_leaves_the_tags_as_they_were,
     parts_of_a_state_are_saved_as_they_are_at_once,

@@ -127,6 +127,12 @@ def test_the_one_saved_last_stays_whatever_the_clock_says(tmp_path: Path) -> Non
     assert tags.tags_in(tmp_path) == ["new"]
 
 
+def test_nothing_is_deleted_for_a_newest_that_is_not_there(tmp_path: Path) -> None:
+    save_tags(tmp_path, "a", "b")
+    tags.remove_oldest(tmp_path, "elsewhere", keep_last=1)
+    assert tags.tags_in(tmp_path) == ["a", "b"]
+
+
 def test_what_a_link_leads_to_is_neither_deleted_nor_counted_nor_tidied_up(tmp_path: Path) -> None:
     outer, data = tmp_path / "runs", tmp_path / "data"
     save_tags(outer, "a", "b", "c", "d", "new")

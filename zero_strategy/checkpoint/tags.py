@@ -216,7 +216,8 @@ def remove_oldest(outer: Path, newest: str, keep_last: int) -> None:
         newest: The tag that was saved last.
         keep_last: How many to keep, at least 1.
     """
-    if len(tags_in(outer)) <= keep_last:
+    tags = tags_in(outer)
+    if len(tags) <= keep_last or newest not in tags:
         return
     kept = {newest, *_linked_in(outer)}
     others = [complete for complete in complete_in(outer) if complete.tag not in kept]
