@@ -99,33 +99,34 @@ class ZeroEngine(EngineState):
         """
         where = shard_device(model, device)
         topology = Topology(where)
-        self.model = model
-        self.ledger = Ledger()
-        self._collectives = Collectives(topology, self.ledger)
-        self.watch, self.stop = topology.watch, self._collectives.stop
-        self._collectives.agree(
-            check_not_sharded(model)
-            or check_not_placed_by_others(model)
-            or check_model(model)
-            or check_adapters_have_values(model, param_init_fn)
-            or check_first_values(model, param_init_fn, device)
-        )
-        self.config = agreed_config(config, self._collectives)
-        self._collectives.require_same(describe_model(model), "The model")
-        log_once(self.config.describe())
+        with topology.closed_if_refused():
+            self.model = model
+            self.ledger = Ledger()
+            self._collectives = Collectives(topology, self.ledger)
+            self.watch, self.stop = topology.watch, self._collectives.stop
+            self._collectives.agree(
+                check_not_sharded(model)
+                or check_not_placed_by_others(model)
+                or check_model(model)
+                or check_adapters_have_values(model, param_init_fn)
+                or check_first_values(model, param_init_fn, device)
+            )
+            self.config = agreed_config(config, self._collectives)
+            self._collectives.require_same(describe_model(model), "The model")
+            log_once(self.config.describe())
 
-        self._bucket_set = BucketSet(model, self.config, self._collectives, device=where)
-        self.buckets = self._bucket_set.buckets
-        self._places = self._bucket_set.places
-        self._masters = Masters(self.config)
-        self._adopt(Adoption(model, self._bucket_set.planned(), where, param_init_fn))
-        self.averages = Averages(self._masters)
-        self._saves = Saves(self._collectives)
-        self._ownership = Ownership(self._places)
-        self.optimizers = self._ownership.optimizers
-        self.loss_scaler = loss_scaler or LossScaler(self.config.fp16, is_active=False)
-        self._listen_to_passes()
-        self._finish_construction()
+            self._bucket_set = BucketSet(model, self.config, self._collectives, device=where)
+            self.buckets = self._bucket_set.buckets
+            self._places = self._bucket_set.places
+            self._masters = Masters(self.config)
+            self._adopt(Adoption(model, self._bucket_set.planned(), where, param_init_fn))
+            self.averages = Averages(self._masters)
+            self._saves = Saves(self._collectives)
+            self._ownership = Ownership(self._places)
+            self.optimizers = self._ownership.optimizers
+            self.loss_scaler = loss_scaler or LossScaler(self.config.fp16, is_active=False)
+            self._listen_to_passes()
+            self._finish_construction()
 
     def _listen_to_passes(self) -> None:
         """Make what does its work while forwards and backwards run; who listens first is called first."""

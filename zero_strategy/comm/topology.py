@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -128,6 +128,18 @@ class Topology:
         groups = (self.gather_group, self.reduce_group, self.control_group)
         self.gather_group = self.reduce_group = self.control_group = None
         _destroy(groups)
+
+    @contextlib.contextmanager
+    def closed_if_refused(self) -> Iterator[None]:
+        """Give the process groups back if the block raises a ConfigError, which all ranks raise together.
+
+        Left to the garbage collector, they would be destroyed in the midst of another engine's collective.
+        """
+        try:
+            yield
+        except ConfigError:
+            self.close()
+            raise
 
     def __reduce__(self) -> NoReturn:
         raise was_pickled()
