@@ -251,6 +251,9 @@ class EngineState:
         goes wrong there is raised by the next `optimizer.step()`, save, load or `wait_for_checkpoint()`, on
         all ranks. `close()` and the end of the program wait for the save.
 
+        It has one keyword more than seven parameters allow: each is a choice of its own, made where the call
+        stands, and an object of options would only be one more name to import for it.
+
         Args:
             path: The folder; with a tag the outer one, in which `path/tag` is written and then named by the
                 file `path/latest`.

@@ -89,6 +89,24 @@ def test_it_is_freed_with_its_groups_and_its_watch_whatever_it_was_used_for() ->
         assert engine is None or engine.watch.failure is None
 
 
+@distributed(world_size=2)
+def test_one_that_is_refused_gives_its_groups_and_its_thread_back_at_once() -> None:
+    groups_before, hook_before = num_groups(), sys.excepthook
+    gc.disable()  # nothing is left to it
+    try:
+        refused = {
+            "allgather_bucket_size": [nn.Linear(3, 5), {"zero_optimization": {"allgather_bucket_size": -1}}],
+            "The model differs": [nn.Linear(3, 5 + rank()), {"zero_optimization": {"stage": 3}}],
+        }
+        for text, arguments in refused.items():
+            with expect_error(zs.ConfigError, text):
+                zs.ZeroEngine(*arguments)
+            assert num_groups() == groups_before and sys.excepthook == hook_before
+            wait_for_threads_to_end()
+    finally:
+        gc.enable()
+
+
 def test_a_model_alone_keeps_its_engine() -> None:
     model = nn.Linear(3, 3)
     engine = weakref.ref(zs.ZeroEngine(model, zs.ZeroConfig(stage=2)))

@@ -189,9 +189,7 @@ class CheckpointReader:
         num_bytes = min(SUM_BYTES, piece.numel * entry.torch_dtype.itemsize)
         if self._scratch.numel() < num_bytes:
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        out = self._scratch[: num_bytes // entry.torch_dtype.itemsize * entry.torch_dtype.itemsize].view(
-            entry.torch_dtype
-        )
+        out = self._scratch[:num_bytes].view(entry.torch_dtype)
         for _ in self._chunks_of(entry, Read(piece, piece.start, piece.numel), out):
             pass
 
