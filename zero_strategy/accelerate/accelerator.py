@@ -30,7 +30,7 @@ from zero_strategy.accelerate.dummies import Dummies
 from zero_strategy.accelerate.gradients import GradientMethods, engine_of
 from zero_strategy.accelerate.optimizer import ZeroOptimizer
 from zero_strategy.accelerate.plugin import ZeroPlugin
-from zero_strategy.accelerate.upstream import require_tested
+from zero_strategy.accelerate.upstream import TESTED
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError
 from zero_strategy.first_weights import attached
@@ -74,7 +74,7 @@ class ZeroAccelerator(CheckpointMethods, GradientMethods):
             ConfigError: With everything at once in which arguments and config contradict each other; or the
                 processes that were launched do not form one group.
         """
-        require_tested()
+        TESTED.require("ZeroAccelerator")
         is_first = not AcceleratorState._shared_state
         earlier = AcceleratorState._shared_state.get("zero_plugin")
         plugin = zero_plugin or earlier or ZeroPlugin.from_environment()

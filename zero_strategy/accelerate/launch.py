@@ -20,7 +20,7 @@ from zero_strategy.accelerate import environment
 from zero_strategy.accelerate.launch_block import Launch, settings_of_block
 from zero_strategy.accelerate.launcher import describe, load_yaml, parse
 from zero_strategy.accelerate.plugin import ZeroPlugin
-from zero_strategy.accelerate.upstream import require_tested
+from zero_strategy.accelerate.upstream import TESTED
 from zero_strategy.config_source import Fault, error_of
 
 RUNNER = "zero_strategy.run"
@@ -38,7 +38,7 @@ def launch(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: The arguments or the yaml ask for what cannot be had.
     """
-    require_tested()
+    TESTED.require("ZeroAccelerator")
     parsed = parse(arguments)
     record = load_yaml(parsed)
     launched = describe(parsed, record)

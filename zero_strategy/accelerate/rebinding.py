@@ -19,7 +19,7 @@ from accelerate.utils import deepspeed, operations, parse_flag_from_env
 
 from zero_strategy.accelerate.accelerator import ZeroAccelerator
 from zero_strategy.accelerate.gradients import gathered_parameters
-from zero_strategy.accelerate.upstream import require_tested
+from zero_strategy.accelerate.upstream import TESTED
 from zero_strategy.engine import ZeroEngine
 
 
@@ -29,7 +29,7 @@ def install() -> None:
     Raises:
         ConfigError: This version of Accelerate was not tested.
     """
-    require_tested()
+    TESTED.require("ZeroAccelerator")
     accelerate.Accelerator = accelerator_module.Accelerator = ZeroAccelerator
     utils.GatheredParameters = operations.GatheredParameters = _gathered_parameters
     for name in ("DummyOptim", "DummyScheduler"):  # there with deepspeed only

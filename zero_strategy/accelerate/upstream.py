@@ -1,15 +1,14 @@
 """Every name of Accelerate's that this front end puts something else under, overrides, or takes for granted.
 
 One table, with file and line as of accelerate 1.15.0 and the signature that our code was written for; a test
-holds it against what is installed. `require_tested` refuses versions that the tests have not been run with.
+holds it against what is installed. `TESTED.require` refuses versions that the tests have not been run with.
 """
 
 from __future__ import annotations
 
-from zero_strategy.front_ends.upstream import Name, untested
+from zero_strategy.front_ends.upstream import Name, Tested
 
-PACKAGE = "accelerate"
-FIRST, LAST = (1, 10), (1, 15)  # minor versions; the tests were run with the first and the last
+TESTED = Tested("accelerate", (1, 10), (1, 15))  # the tests were run with the first and the last
 
 
 _ACCELERATOR_INIT = (
@@ -156,14 +155,3 @@ USED = (
         "reads a state",
     ),
 )
-
-
-def require_tested() -> None:
-    """Refuse a version of Accelerate that this was not tested with.
-
-    Raises:
-        ConfigError: It is another one.
-    """
-    error = untested(PACKAGE, FIRST, LAST, "ZeroAccelerator")
-    if error is not None:
-        raise error

@@ -14,6 +14,20 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
+def call_when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
+    """Call `function(module)` now if the module `name` is there, else once it is.
+
+    Args:
+        name: Full name of a module.
+        function: Gets the module; may be called again for one that it has had.
+    """
+    module = sys.modules.get(name)
+    if module is None:
+        call_after_import(name, function)
+    else:
+        function(module)
+
+
 def call_after_import(name: str, function: Callable[[ModuleType], None]) -> None:
     """Call `function(module)` once, after the module `name` has been executed for the first time from now.
 

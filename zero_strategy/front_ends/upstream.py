@@ -43,22 +43,36 @@ def signature_of(thing: Any) -> str:
     return f"({', '.join(marks.get(p.kind, '') + p.name for p in parameters)})"
 
 
-def untested(package: str, first: Version, last: Version, who: str) -> ConfigError | None:
-    """Return an error if the installed version of a package was not tested.
+class Tested(NamedTuple):
+    """The versions of a package that a front end was run with."""
 
-    Args:
-        package: Its name.
-        first: The first minor version that was.
-        last: The last one.
-        who: What of ours needs it, for the message.
-    """
-    version = importlib.metadata.version(package)
-    major, minor = (int(part) for part in version.split(".")[:2])
-    if first <= (major, minor) <= last:
-        return None
-    lower, upper = (".".join(map(str, bound)) for bound in (first, last))
-    return ConfigError(
-        what=f"{who} needs {package} {lower}..{upper}, and {version} is installed.",
-        why=f"It stands in for methods of {package}, and was run with those versions.",
-        fix=f"pip install '{package}>={lower},<{last[0]}.{last[1] + 1}'.",
-    )
+    package: str
+    first: Version
+    last: Version
+
+    def covers_installed(self) -> bool:
+        """Whether the installed version is one of them."""
+        return self.first <= self._installed()[1] <= self.last
+
+    def require(self, who: str) -> None:
+        """Refuse another version.
+
+        Args:
+            who: What of ours needs it, for the message.
+
+        Raises:
+            ConfigError: Another one is installed.
+        """
+        if self.covers_installed():
+            return
+        lower, upper = (".".join(map(str, bound)) for bound in (self.first, self.last))
+        raise ConfigError(
+            what=f"{who} needs {self.package} {lower}..{upper}, and {self._installed()[0]} is installed.",
+            why=f"It stands in for methods of {self.package}, and was run with those versions.",
+            fix=f"pip install '{self.package}>={lower},<{self.last[0]}.{self.last[1] + 1}'.",
+        )
+
+    def _installed(self) -> tuple[str, Version]:
+        version = importlib.metadata.version(self.package)
+        major, minor = (int(part) for part in version.split(".")[:2])
+        return version, (major, minor)

@@ -15,8 +15,7 @@ from torch import nn
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.errors import ConfigError
 from zero_strategy.front_ends.engines import find_engine
-from zero_strategy.front_ends.upstream import untested
-from zero_strategy.peft.upstream import FIRST, LAST, PACKAGE
+from zero_strategy.peft.upstream import TESTED
 
 
 def update_and_allocate(model: nn.Module, global_step: int) -> None:
@@ -48,9 +47,7 @@ def serve(engine: ZeroEngine) -> None:
     adapted = _adalora_in(engine.model)
     if adapted is None or "update_and_allocate" in vars(adapted):
         return
-    error = untested(PACKAGE, FIRST, LAST, "AdaLoRA on sharded models")
-    if error is not None:
-        raise error
+    TESTED.require("AdaLoRA on sharded models")
 
     @wraps(AdaLoraModel.update_and_allocate)
     def update(global_step: int) -> None:

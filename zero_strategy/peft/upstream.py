@@ -6,10 +6,9 @@ File and line are those of peft 0.21.2; a test holds the table against what is i
 
 from __future__ import annotations
 
-from zero_strategy.front_ends.upstream import Name
+from zero_strategy.front_ends.upstream import Name, Tested
 
-PACKAGE = "peft"
-FIRST, LAST = (0, 21), (0, 21)  # minor versions
+TESTED = Tested("peft", (0, 21), (0, 21))
 
 # An AdaLoRA model under `ZeroAccelerator` or a Trainer has ours of this name, as an attribute of its own.
 REPLACED = (

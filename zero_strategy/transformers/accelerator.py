@@ -7,7 +7,7 @@ from typing import Any
 from zero_strategy.accelerate.accelerator import ZeroAccelerator
 from zero_strategy.accelerate.settings import Facts
 from zero_strategy.transformers.plugin import TrainerPlugin
-from zero_strategy.transformers.upstream import require_tested
+from zero_strategy.transformers.upstream import TESTED
 
 
 class TrainerAccelerator(ZeroAccelerator):
@@ -23,7 +23,7 @@ class TrainerAccelerator(ZeroAccelerator):
         Raises:
             ConfigError: This version of transformers was not tested, or see `ZeroAccelerator`.
         """
-        require_tested()
+        TESTED.require("Trainer on sharded models")
         super().__init__(*args, **kwargs)
 
     def _facts(self) -> Facts:

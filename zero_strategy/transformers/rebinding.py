@@ -7,13 +7,11 @@ the script imports transformers' Trainer later, that is when it happens. Who nev
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from zero_strategy.front_ends.importing import call_after_import
-from zero_strategy.front_ends.upstream import untested
+from zero_strategy.front_ends.importing import call_when_imported
 from zero_strategy.transformers import upstream
 
 _ARGUMENTS, _TRAINER = "transformers.training_args", "transformers.trainer"
@@ -22,17 +20,13 @@ _ARGUMENTS, _TRAINER = "transformers.training_args", "transformers.trainer"
 def install() -> None:
     """Rebind transformers' names, now or when they are imported. May be called any number of times."""
     for name, rebind in ((_ARGUMENTS, _rebind_arguments), (_TRAINER, _rebind_trainer)):
-        module = sys.modules.get(name)
-        if module is None:
-            call_after_import(name, rebind)
-        else:
-            rebind(module)
+        call_when_imported(name, rebind)
 
 
 def _rebind_arguments(module: ModuleType) -> None:
     from zero_strategy.transformers.arguments import complete_arguments
 
-    if _is_tested():
+    if upstream.TESTED.covers_installed():
         _stand_in(module.TrainingArguments, "__post_init__", complete_arguments)
 
 
@@ -41,13 +35,9 @@ def _rebind_trainer(module: ModuleType) -> None:
     from zero_strategy.transformers.methods import BODIES
 
     module.Accelerator = TrainerAccelerator  # type: ignore[attr-defined]
-    if _is_tested():  # a TrainerAccelerator says so if not
+    if upstream.TESTED.covers_installed():  # a TrainerAccelerator says so if not
         for name, body in BODIES.items():
             _stand_in(module.Trainer, name, body)
-
-
-def _is_tested() -> bool:
-    return untested(upstream.PACKAGE, upstream.FIRST, upstream.LAST, "") is None
 
 
 def _stand_in(cls: Any, name: str, body: Callable[..., Any]) -> None:

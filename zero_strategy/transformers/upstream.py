@@ -1,16 +1,15 @@
 """Every name of transformers' that this front end puts something else under, or takes for granted.
 
 One table, with file and line as of transformers 5.24.0 and the signature that our code was written for; a
-test holds it against what is installed. `require_tested` refuses versions that the tests have not been run
+test holds it against what is installed. `TESTED.require` refuses versions that the tests have not been run
 with.
 """
 
 from __future__ import annotations
 
-from zero_strategy.front_ends.upstream import Name, untested
+from zero_strategy.front_ends.upstream import Name, Tested
 
-PACKAGE = "transformers"
-FIRST, LAST = (5, 24), (5, 24)  # minor versions
+TESTED = Tested("transformers", (5, 24), (5, 24))
 
 
 def _method(name: str, line: int, signature: str, why: str) -> Name:
@@ -72,14 +71,3 @@ USED = (
         "lets ranks generate until the last of them has ended; reads _is_fsdp_managed_module",
     ),
 )
-
-
-def require_tested() -> None:
-    """Refuse a version of transformers that this was not tested with.
-
-    Raises:
-        ConfigError: It is another one.
-    """
-    error = untested(PACKAGE, FIRST, LAST, "Trainer on sharded models")
-    if error is not None:
-        raise error

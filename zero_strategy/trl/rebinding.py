@@ -7,12 +7,11 @@ it is. Where a model has no engine, what is rebound does what TRL does.
 from __future__ import annotations
 
 import functools
-import sys
 from types import ModuleType
 from typing import Any
 
-from zero_strategy.front_ends.importing import call_after_import
-from zero_strategy.front_ends.upstream import Name, untested
+from zero_strategy.front_ends.importing import call_when_imported
+from zero_strategy.front_ends.upstream import Name
 from zero_strategy.trl import upstream
 from zero_strategy.trl.bodies import BODIES, OF_TRAINERS
 
@@ -23,20 +22,14 @@ def install() -> None:
     Raises:
         ConfigError: This version of TRL was not tested.
     """
-    error = untested(upstream.PACKAGE, upstream.FIRST, upstream.LAST, "TRL on sharded models")
-    if error is not None:
-        raise error
+    upstream.TESTED.require("TRL on sharded models")
     for name in dict.fromkeys(name.module for name in upstream.REBOUND):
-        module = sys.modules.get(name)
-        if module is None:
-            call_after_import(name, _rebind)
-        else:
-            _rebind(module)
+        call_when_imported(name, _rebind)
 
 
 def is_of_trl(trainer: Any) -> bool:
     """Whether a trainer's class is TRL's, or made of one that is."""
-    return any(kind.__module__.partition(".")[0] == upstream.PACKAGE for kind in type(trainer).__mro__)
+    return any(kind.__module__.partition(".")[0] == upstream.TESTED.package for kind in type(trainer).__mro__)
 
 
 def _rebind(module: ModuleType) -> None:

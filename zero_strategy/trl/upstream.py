@@ -6,10 +6,9 @@ TRL does where there is none.
 
 from __future__ import annotations
 
-from zero_strategy.front_ends.upstream import Name
+from zero_strategy.front_ends.upstream import Name, Tested
 
-PACKAGE = "trl"
-FIRST, LAST = (1, 16), (1, 16)  # minor versions
+TESTED = Tested("trl", (1, 16), (1, 16))
 
 REBOUND = (
     Name(
