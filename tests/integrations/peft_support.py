@@ -13,15 +13,15 @@ from typing import Any
 import peft
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import zero_strategy as zs
 from tests.harness import rank, world_size
+from tests.integrations import tiny_models
+from tests.integrations.tiny_models import VOCAB
 
-VOCAB = 67
 STAGES = (1, 2, 3)
 SMALL_BUCKETS = {"reduce_bucket_size": 700, "stage3_param_persistence_threshold": 0}
 Batch = dict[str, Tensor]
@@ -30,21 +30,7 @@ Batch = dict[str, Tensor]
 def llama(dtype: torch.dtype = torch.float32, *, tied: bool = False, width: int = 20) -> nn.Module:
     """The base model, the same on every rank."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=width,
-        intermediate_size=29,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    model: nn.Module = transformers.LlamaForCausalLM(config).to(dtype)
-    return model
+    return tiny_models.llama(hidden_size=width, tie_word_embeddings=tied).to(dtype)
 
 
 def adapted(base: nn.Module, config: Any, **others: Any) -> Any:

@@ -35,47 +35,11 @@ from tests.integrations.peft_support import (
     train,
     train_ddp,
 )
+from tests.integrations.tiny_models import bert, gpt2, mixtral, t5
 from zero_strategy.peft import start_adapters
 from zero_strategy.transformers import sharded_from_pretrained
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts what was read by /proc")
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=18, n_layer=2, n_head=3)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(vocab_size=VOCAB, d_model=18, d_kv=5, d_ff=23, num_layers=2, num_heads=2)
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def mixtral() -> nn.Module:
-    """Stored expert by expert, and stacked as it is loaded."""
-    config = transformers.MixtralConfig(
-        vocab_size=VOCAB,
-        hidden_size=20,
-        intermediate_size=29,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=3,
-        max_position_embeddings=32,
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
-def bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=18,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=23,
-        max_position_embeddings=32,
-    )
-    return transformers.BertForMaskedLM(config)
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {

@@ -20,12 +20,11 @@ from transformers import (
     Seq2SeqTrainingArguments,
     StoppingCriteria,
     StoppingCriteriaList,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 import zero_strategy as zs
 from tests.harness import distributed, expect_error, rank, subtest
+from tests.integrations import tiny_models
 from tests.integrations.accelerate_support import reset
 from tests.integrations.lightning_support import make_trainer, zero
 from tests.integrations.trainer_support import (
@@ -75,20 +74,9 @@ class ZeroSeq2SeqTrainer(ZeroTrainerMixin, Seq2SeqTrainer):  # type: ignore[misc
     pass
 
 
-def t5() -> T5ForConditionalGeneration:
+def t5() -> Any:
     torch.manual_seed(7)
-    config = T5Config(
-        vocab_size=VOCAB,
-        d_model=18,
-        d_kv=5,
-        d_ff=23,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
-    return T5ForConditionalGeneration(config)
+    return tiny_models.t5()
 
 
 class Until(StoppingCriteria):  # type: ignore[misc]

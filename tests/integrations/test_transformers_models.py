@@ -22,86 +22,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_strategy as zs
 from tests.harness import distributed, expect_error, rank, run_ranks, subtest
+from tests.integrations.tiny_models import VOCAB, bert, gpt2, llama, t5
 from zero_strategy.bucketing import find_units
 from zero_strategy.cli import main
 
 transformers = pytest.importorskip("transformers")
 
-VOCAB = 67
 Batch = dict[str, Tensor]
 
 
 # -- tiny models of four families ----------------------------------------------------------------------------
 
 
-def llama(tied: bool) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=20,
-        intermediate_size=29,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=32,
-        n_embd=18,
-        n_layer=3,
-        n_head=3,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=VOCAB,
-        d_model=18,
-        d_kv=5,
-        d_ff=23,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=18,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=23,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForMaskedLM(config)
-
-
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "llama, tied": lambda: llama(tied=True),
-    "llama, untied": lambda: llama(tied=False),
+    "llama, tied": lambda: llama(num_hidden_layers=3, tie_word_embeddings=True),
+    "llama, untied": lambda: llama(num_hidden_layers=3),
     "gpt2": gpt2,
-    "t5": t5,
+    "t5": lambda: t5(eos_token_id=1),
     "bert": bert,
 }
 FEW, OTHERS = ["llama, tied", "t5"], ["llama, untied", "gpt2", "bert"]
@@ -294,7 +231,7 @@ def test_a_vocabulary_is_resized_before_sharding_and_refused_by_name_at_stage_3_
     """Shapes are the whole ones, so nothing is made of 0 rows."""
     for tied in (True, False):
         with subtest(f"tied={tied}"):
-            model = llama(tied)
+            model = llama(num_hidden_layers=3, tie_word_embeddings=tied)
             old = model.get_input_embeddings().weight.detach().clone()
             model.resize_token_embeddings(VOCAB + 10)
             config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}

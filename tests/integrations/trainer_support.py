@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.harness import rank, world_size
+from tests.integrations import tiny_models
 from tests.integrations.accelerate_support import exact_norm, reset
+from tests.integrations.tiny_models import VOCAB
 from zero_strategy.transformers import ZeroPlugin, ZeroTrainerMixin
 
 SMALL_BUCKETS = {"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
 STAGES = (1, 2, 3)
-VOCAB = 67
 Sample = dict[str, Tensor]
 
 
@@ -29,24 +30,9 @@ class ZeroTrainer(ZeroTrainerMixin, Trainer):  # type: ignore[misc]
     pass
 
 
-def llama(seed: int = 7, **keywords: Any) -> LlamaForCausalLM:
+def llama(seed: int = 7, **keywords: Any) -> nn.Module:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        **{
-            "vocab_size": VOCAB,
-            "hidden_size": 20,
-            "intermediate_size": 29,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 32,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
-            **keywords,
-        }
-    )
-    return LlamaForCausalLM(config)
+    return tiny_models.llama(**keywords)
 
 
 def samples(number: int = 24, length: int = 9, seed: int = 5) -> list[Sample]:
